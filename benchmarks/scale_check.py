@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 import aiodist
+from aiodist.backends.arithmetic import combine
 from aiodist.backends.base import Done, Primitive
 from aiodist.bench.plan import carry_out
 from aiodist.bench.records import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
-from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.communicator import parts_of

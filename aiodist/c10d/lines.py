@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aiodist.collectives.arithmetic import SUPPORTED
+from aiodist.backends.arithmetic import SUPPORTED
 from aiodist.communicator import Communicator
 from aiodist.streams.writes import increment_version
 from aiodist.types import Op

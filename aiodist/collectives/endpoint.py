@@ -1,19 +1,36 @@
-"""Endpoints, which carry the messages of a program, and the interface of implementations."""
+"""Endpoints, which carry the messages of a program, their record, and the interface of implementations.
+
+The record lets two ranks drain the messages between them if they differ. Messages of one tag between two ranks keep
+their order: the k-th send of one rank matches the k-th receive of the other. So after both have stopped, the unmatched
+messages are the end of the longer list. The ranks exchange their lists. Each rank then sends zeros for the unmatched
+receives of the other, and receives and discards its unmatched sends.
+"""
 
 from __future__ import annotations
 
 import copy as copying
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, key_of
-from aiodist.collectives.traffic import Traffic
+from aiodist.backends.arithmetic import copy
+from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, ignore, keeping, key_of
 from aiodist.handles.kernel import Program, Transfer, transfers
+from aiodist.streams.memory import bytes_of
 from aiodist.types import ReduceOp
+
+ROOM_BYTES = 256 << 10
+"""Longest message, in bytes, that may be sent before all ranks agree."""
+
+_MOST_RECENT = 1024
+_MOST_ROOMS = 32  # buffers kept for each communicator
+
+Lists = dict[int, list[int]]  # tag -> sizes of messages, in bytes
 
 LANE_TAGS = 1 << 22
 """Distance of the tags of two lanes: above the tags of all operations. 32 lanes stay below MPICH's limit."""
@@ -38,6 +55,120 @@ class DeviceMessages(Protocol):
         """Return the chunks of flat `t`; each chunk is a message."""
 
 
+class Differ(Exception):
+    """Ranks issued different operations as number `seq`."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(f"ranks differ on operation #{seq}")
+        self.seq = seq
+
+
+def _end(error: BaseException | None, done: Done) -> None:
+    done(error)
+
+
+_AGREED = partial(_end, None)
+
+
+@dataclass(eq=False, slots=True)
+class Traffic:
+    """The record of the messages of one operation on this rank."""
+
+    rooms: list[Tensor] | None = None
+    """Reused buffers for receives that may match a longer message; None if the ranks agree."""
+    agreed: Callable[[Done], None] = _AGREED
+    """Calls back when all ranks have issued this operation, or with an error."""
+    refusal: BaseException | None = None
+    """Error of later sends and receives."""
+    native: int = 0
+    """Number of running native parts, in a library or in shared memory, which cannot be stopped."""
+    way: str = ""
+    """Name of the implementation; the last one if several ran."""
+    _sent: dict[int, Lists] = field(default_factory=dict)
+    _asked: dict[int, Lists] = field(default_factory=dict)
+
+    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """Send `t`, and record the message unless the call fails."""
+        sizes = self._sent.setdefault(dst, {}).setdefault(tag, [])
+        sizes.append(t.nbytes)
+        try:
+            transport.isend(t, dst, tag, done)
+        except BaseException:
+            sizes.pop()
+            raise
+
+    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Receive into `t`, and record the receive unless the call fails.
+
+        Until all ranks agree, the message may be of another operation, up to `ROOM_BYTES` long.
+        """
+        sizes = self._asked.setdefault(src, {}).setdefault(tag, [])
+        sizes.append(t.nbytes)
+        try:
+            if self.rooms is None or t.nbytes >= ROOM_BYTES:
+                transport.irecv(t, src, tag, done)
+            else:
+                self._recv_in_room(transport, self.rooms, t, src, tag, done)
+        except BaseException:
+            sizes.pop()
+            raise
+
+    @staticmethod
+    def _recv_in_room(transport: Transport, rooms: list[Tensor], t: Tensor, src: int, tag: int, done: Done) -> None:
+        room = rooms.pop() if rooms else torch.empty(ROOM_BYTES, dtype=torch.uint8, device="cpu")
+
+        def copy_out(error: BaseException | None) -> None:
+            if error is None:
+                copy(bytes_of(t), room[: t.nbytes])
+                if len(rooms) < _MOST_ROOMS:
+                    rooms.append(room)
+            done(error)
+
+        transport.irecv(room, src, tag, copy_out)
+
+    def decided(self, error: BaseException | None) -> None:
+        """Note that the comparison has ended: later messages of agreeing ranks have the expected sizes."""
+        self.agreed = partial(_end, error)
+        self.rooms = None
+
+    @property
+    def begun(self) -> bool:
+        """True if a transfer has started, so that the output of the operation is unspecified if it fails."""
+        return bool(self._sent or self._asked or self.native)
+
+    def with_rank(self, rank: int) -> tuple[Lists, Lists]:
+        """Return the sizes of the sends to `rank` and of the receives from it, in order, by tag."""
+        return self._sent.get(rank, {}), self._asked.get(rank, {})
+
+    def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:
+        """Match the recorded sends and receives of `rank` with this one; with the transport lock held."""
+        mine, wanted = self.with_rank(rank)
+        for tag, sizes in asked.items():
+            for nbytes in sizes[len(mine.get(tag, ())) :]:
+                zeros = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+                transport.isend(zeros, rank, tag, keeping(zeros, ignore))
+        for tag, sizes in sent.items():
+            for nbytes in sizes[len(wanted.get(tag, ())) :]:
+                room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                transport.irecv(room, rank, tag, keeping(room, ignore))
+
+
+class RecentTraffic(dict[int, Traffic]):
+    """The messages of the last operations of a communicator, by number."""
+
+    def __init__(self, rooms: list[Tensor] | None) -> None:
+        """`rooms` are for operations of several hosts: see `Traffic`."""
+        super().__init__()
+        self._rooms = rooms
+
+    def enter(self, number: int, *, several: bool) -> Traffic:
+        """Return the traffic of the next operation; `several` is True if there are several hosts."""
+        traffic = self[number] = Traffic(self._rooms if several else None)
+        while (oldest := next(iter(self))) <= number - _MOST_RECENT:
+            del self[oldest]
+        return traffic
+
+
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
@@ -50,18 +181,20 @@ class Endpoint:
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
         key: int | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
-        `key` identifies collectives of a library in place of the tag, since tags repeat after some operations.
+        `key` identifies collectives of a library in place of the tag, since tags repeat after some operations. `ranks`
+        are the ranks of the transport that take part, in order; None is all.
         """
         self.transport = transport
         self.device_messages = device_messages
         self.traffic = traffic
-        self.rank = transport.rank
-        self.size = transport.size
-        self.ranks: Sequence[int] = range(transport.size)
-        """Rank of the transport of each of its ranks: all of them, unless `among` made it."""
+        self.ranks: Sequence[int] = range(transport.size) if ranks is None else ranks
+        """Rank of the transport of each of its ranks."""
+        self.rank = transport.rank if ranks is None else ranks.index(transport.rank)
+        self.size = len(self.ranks)
         self.tag = tag
         self.key = key_of(tag) if key is None else key
         self.whole = False
@@ -85,7 +218,8 @@ class Endpoint:
         if self.device_messages is not None and not t.is_cpu:
             return partial(self.device_messages.send, self.transport, t, dst, self.tag)
         if self.traffic is not None:
-            self.traffic.check()
+            if self.traffic.refusal is not None:
+                raise self.traffic.refusal.with_traceback(None)
             return partial(self.traffic.send, self.transport, t, dst, self.tag)
         return partial(self.transport.isend, t, dst, self.tag)
 
@@ -95,7 +229,8 @@ class Endpoint:
         if self.device_messages is not None and not t.is_cpu:
             return partial(self.device_messages.recv, self.transport, t, src, self.tag)
         if self.traffic is not None:
-            self.traffic.check()
+            if self.traffic.refusal is not None:
+                raise self.traffic.refusal.with_traceback(None)
             return partial(self.traffic.recv, self.transport, t, src, self.tag)
         return partial(self.transport.irecv, t, src, self.tag)
 

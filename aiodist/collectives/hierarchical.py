@@ -16,9 +16,8 @@ from torch import Tensor
 
 from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
+from aiodist.collectives.endpoint import Differ, Endpoint, Implementation, Traffic, on_lane
 from aiodist.collectives.scheduled import Scheduled
-from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.handles.kernel import together, transfers
 from aiodist.types import ReduceOp
 

@@ -1,15 +1,18 @@
-"""All implementations of one communicator, and the choice among them."""
+"""All implementations of one communicator, the choice among them, and programs that run the chosen ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from aiodist.backends.base import Begin, Native, Primitive, Transport, Wanted
+from aiodist.backends.arithmetic import CONVERTED, from_wire, to_wire, wire_op
+from aiodist.backends.base import Begin, Exchange, Native, Primitive, Transport, Wanted
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
@@ -22,6 +25,7 @@ from aiodist.collectives.choice.availability import (
     state_of,
 )
 from aiodist.collectives.choice.table import (
+    COMPARED_BYTES,
     DEVICES,
     IMPLEMENTATIONS,
     NAMES,
@@ -32,16 +36,18 @@ from aiodist.collectives.choice.table import (
     Table,
     last_resorts,
 )
-from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation
+from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation, Traffic
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendUnavailable
-from aiodist.handles.kernel import transfers
+from aiodist.handles.kernel import Transfer, transfers
 from aiodist.schedules import SCHEDULES
 from aiodist.types import REDUCTIONS, ReduceOp
 
 _SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))
 _MOST_PICKED = 10_000
+_CPU = torch.device("cpu")
+_FINISHED = ("allreduce", "reduce_scatter")
 
 
 class NativeCollectives(Implementation):
@@ -272,3 +278,109 @@ class Repertoire:
             return ""
         device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"
         return f" ({impl}: {self._missing(impl, device)[1]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Primitives:
+    """Runs each operation by the implementation `impl`, or by the selector's choice."""
+
+    ep: Endpoint
+    _repertoire: Repertoire
+    impl: str = "auto"
+    _: KW_ONLY
+    later: bool = False
+    """True for any step but the first; see `afterwards`."""
+    device: torch.device = _CPU
+    """This rank's device."""
+
+    def afterwards(self) -> Primitives:
+        """Return primitives for a step that is not the first of an operation.
+
+        Libraries match collectives by the order of the calls. All ranks begin operations in the same order, but reach
+        second steps in different orders. So implementations that match by tags run these.
+        """
+        return replace(self, later=True)
+
+    async def run(self, primitives: Sequence[Primitive]) -> None:
+        """Run collectives of one kind on flat tensors; those of one implementation have joined steps.
+
+        Partial results of 16-bit floats are in float32, so each result is rounded once. The implementations run one
+        after another, in the same order on all ranks, so they may share tags. A library comes first: then the order of
+        its calls is the order of the operations.
+        """
+        traffic = self.ep.traffic
+        converted: list[tuple[Primitive, Primitive]] = []
+        groups: dict[tuple[bool, bool], dict[Implementation, list[Primitive]]] = {}
+        for given in primitives:
+            o, chosen = given, self._repertoire.pick(given.wanted, self.impl, later=self.later)
+            converts = o.kind in REDUCTIONS and (o.op is ReduceOp.MEAN or o.t.dtype in CONVERTED)
+            if converts and not (chosen.finishes and o.kind in _FINISHED):
+                o = _in_wire_dtype(given)
+                converted.append((given, o))
+                chosen = self._repertoire.pick(o.wanted, self.impl, later=self.later)
+            groups.setdefault((not o.t.is_cpu, not chosen.in_order), {}).setdefault(chosen, []).append(o)
+        for _, group in sorted(groups.items(), key=itemgetter(0)):
+            for chosen, members in group.items():
+                if traffic is None:
+                    await chosen.run(self.ep, members)
+                    continue
+                traffic.way = chosen.name
+                traffic.native += not chosen.recallable
+                if chosen.in_order or (not chosen.compares and any(o.nbytes >= COMPARED_BYTES for o in members)):
+                    await transfers([traffic.agreed])
+                await chosen.run(self.ep, members)
+                traffic.native -= not chosen.recallable
+        for given, o in converted:
+            if o.kind != "reduce" or self.ep.rank == o.root:
+                from_wire(o.out, given.out, given.op, self.ep.rank + 1 if o.kind == "scan" else self.ep.size)
+
+    async def exchange(self, exchanges: Sequence[Exchange], ahead: Sequence[Transfer] = ()) -> None:
+        """Send and receive tensors, after the transfers `ahead`: in messages, or natively if all ranks can.
+
+        All ranks must know which of the tensors are on the CPU, and which on CUDA devices.
+        """
+        on_cpu = [o for o in exchanges if o.t.is_cpu]
+        on_cuda = [o for o in exchanges if not o.t.is_cpu]
+        if on_cpu or ahead:
+            await transfers([*ahead, *self._messages(on_cpu)])
+        exchanger = self._repertoire.exchanger
+        if on_cuda and exchanger is not None and self.impl in ("auto", "nccl") and self.ep.size > 1:
+            able = await self._all_say([exchanger.takes(self.ep, o) for o in on_cuda])
+            native = [o for o, taken in zip(on_cuda, able, strict=True) if taken]
+            on_cuda = [o for o, taken in zip(on_cuda, able, strict=True) if not taken]
+            if native:
+                traffic = self.ep.traffic or Traffic()
+                traffic.native += 1
+                await exchanger.run(self.ep, native)
+                traffic.native -= 1
+        if on_cuda:
+            await transfers(self._messages(on_cuda))
+
+    def _messages(self, exchanges: Sequence[Exchange]) -> list[Transfer]:
+        receives = [self.ep.recv(t, rank) for o in exchanges for rank, t in o.receives]
+        return receives + [self.ep.send(t, rank) for o in exchanges for rank, t in o.sends]
+
+    def release(self) -> None:
+        """Release the operation's launch slots: it has no exchange on devices."""
+        if self._repertoire.exchanger is not None:
+            self._repertoire.exchanger.release(self.ep)
+
+    async def _all_say(self, local: Sequence[bool]) -> list[bool]:
+        """Return for each of several flags if it is True on all ranks."""
+        ranks, count = self.ep.size, len(local)
+        said = torch.empty(ranks * count, dtype=torch.bool, device="cpu")
+        host = Primitives(self.ep, self._repertoire, "doubling", later=True)
+        given = torch.tensor(local, device="cpu")
+        await host.run([Primitive("allgather", given, said, counts=[count] * ranks)])
+        await self.ep.known()
+        return said.view(ranks, count).all(0).tolist()
+
+
+def _in_wire_dtype(o: Primitive) -> Primitive:
+    """Return the reduction of the partial results of `o`."""
+    wire = to_wire(o.t)
+    out = wire
+    if o.out is not o.t:
+        # A result in wire dtype needs no copy.
+        out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
+    return Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts)

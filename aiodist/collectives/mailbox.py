@@ -18,7 +18,6 @@ from torch import Tensor
 
 from aiodist.backends.base import Done, Transport, guarded, ignore, keeping, ours, tell
 from aiodist.backends.header import Header
-from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Matching
 from aiodist.collectives.cuda.on_device import on_devices
 from aiodist.collectives.endpoint import DeviceMessages
@@ -36,6 +35,7 @@ from aiodist.collectives.messages import (
 )
 from aiodist.collectives.metadata import pack_meta, unpack_meta
 from aiodist.handles.kernel import Transfer, resume, run, together, transfers
+from aiodist.streams.memory import bytes_of
 from aiodist.types import ANY
 
 _FRAME_TAG = 0

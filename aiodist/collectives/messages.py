@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done, dtype_name
 from aiodist.backends.header import HEADER_BYTES, Header
-from aiodist.backends.inplace import bytes_of, copy
 from aiodist.backends.matching import PostedReceive, UnexpectedMessage
 from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
 from aiodist.errors import BackendError
+from aiodist.streams.memory import bytes_of
 
 FRAME_BYTES = 1024
 """Most bytes of a frame: a header, dtype and shape of the tensor, and its data if they are short."""

@@ -1,4 +1,4 @@
-"""Collectives on the user's tensors: widen dtypes, exchange sizes, build results.
+"""Collectives on the user's tensors: exchange sizes, build results.
 
 Every function is a program on a list of tensors or on one tensor. The caller has checked the arguments: tensors are
 dense and contiguous, roots valid. `out` is the output of the only tensor, or None.
@@ -7,15 +7,17 @@ dense and contiguous, roots valid. `out` is the output of the only tensor, or No
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import combine, copy, from_wire, to_wire, wire_op
 from aiodist.backends.base import Exchange, Primitive, dtype_name
-from aiodist.backends.inplace import copy, flat, numbers_of
-from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.endpoint import Endpoint
+from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.metadata import (
     META_BYTES,
     Meta,
@@ -26,58 +28,46 @@ from aiodist.collectives.metadata import (
     pack_meta,
     unpack_meta,
 )
-from aiodist.collectives.primitives import Primitives
 from aiodist.errors import MismatchError
-from aiodist.handles.kernel import Transfer, transfers
-from aiodist.types import REDUCTIONS, ReduceOp
+from aiodist.handles.kernel import Program, Transfer, transfers
+from aiodist.streams.memory import flat, numbers_of
+from aiodist.types import ReduceOp
 
 _COUNT = struct.Struct("<q")
 _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
+_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
+
+T = TypeVar("T")
 
 
-async def computed(p: Primitives, primitives: Sequence[Primitive]) -> None:
-    """Run collectives of one kind on flat tensors of any dtype, reduced in wire dtype and rounded once."""
-    wires = [o if o.kind not in REDUCTIONS or p.finishes(o) else _in_wire_dtype(o) for o in primitives]
-    await p.run(wires)
-    for o, wire in zip(primitives, wires, strict=True):
-        if wire is not o and (o.kind != "reduce" or p.ep.rank == o.root):
-            from_wire(wire.out, o.out, o.op, p.ep.rank + 1 if o.kind == "scan" else p.ep.size)
+async def elementwise(
+    p: Primitives,
+    ts: Sequence[Tensor],
+    outs: Sequence[Tensor] | None,
+    op: ReduceOp,
+    kind: str = "allreduce",
+    root: int | None = None,
+) -> Sequence[Any]:
+    """Reduce each of `ts` into its output in `outs`, which may be the same tensor; return the outputs.
 
-
-def _in_wire_dtype(o: Primitive) -> Primitive:
-    wire = to_wire(o.t)
-    out = wire
-    if o.out is not o.t:
-        # A result in wire dtype needs no copy.
-        out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
-    return Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts)
-
-
-async def allreduce(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` into its output in `outs`, which may be the same tensor."""
-    return await _elementwise(p, "allreduce", ts, outs, op)
-
-
-async def scan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` over ranks 0 to mine into its output in `outs`; a mean divides by their number."""
-    return await _elementwise(p, "scan", ts, outs, op)
-
-
-async def _elementwise(
-    p: Primitives, kind: str, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp, root: int = 0
-) -> list[Tensor]:
-    targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
-    if not _alone(p):
-        await computed(p, [Primitive(kind, flat(target), op=op, root=root) for target in targets])
-    return targets
+    `kind` is allreduce; reduce, which returns None except on `root` and only reads the tensors of other ranks; or scan,
+    over ranks 0 to this one, whose mean divides by their number.
+    """
+    mine = root in (None, p.ep.rank)
+    targets = ts
+    if mine and outs is not None:
+        targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
+    if p.ep.size > 1 or p.impl != "auto":
+        await p.run([Primitive(kind, flat(target), op=op, root=root or 0) for target in targets])
+    return targets if mine else [None] * len(ts)
 
 
 async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
     """Reduce each of `ts` over the ranks before mine; rank 0's does not change, as in MPI."""
     ep = p.ep
     targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
-    if _alone(p):
+    if p.ep.size == 1 and p.impl == "auto":
         return targets
     for on_cpu in (True, False):
         chosen = [target for target in targets if target.is_cpu is on_cpu]
@@ -92,16 +82,6 @@ async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | N
         if ep.rank + 1 < ep.size and chosen:
             await transfers([ep.send(total, ep.rank + 1) for total in sums])
     return targets
-
-
-async def reduce(
-    p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp, root: int
-) -> Sequence[Tensor | None]:
-    """Reduce into root's `outs`, which may be its `ts`; the tensors of the others are only read."""
-    if p.ep.rank == root:
-        return await _elementwise(p, "reduce", ts, outs, op, root)
-    await computed(p, [Primitive("reduce", flat(t), op=op, root=root) for t in ts])
-    return [None] * len(ts)
 
 
 async def broadcast(p: Primitives, ts: Sequence[Tensor], root: int) -> Sequence[Tensor]:
@@ -322,11 +302,11 @@ async def reduce_scatter(
         result = torch.empty_like(target) if overlaps(target, t) else target
         counts = [shape.numel() for shape in shapes]
         primitives.append(Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
-    if _alone(p):
+    if p.ep.size == 1 and p.impl == "auto":
         for t, target in zip(ts, targets, strict=True):
             copy(flat(target), flat(t))
         return targets
-    await computed(p, primitives)
+    await p.run(primitives)
     return [into(o.out.view(target.shape), target) for o, target in zip(primitives, targets, strict=True)]
 
 
@@ -390,11 +370,6 @@ def _room(meta: Meta, out: Tensor | None, device: torch.device, src: int | None 
     return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 
-def _alone(p: Primitives) -> bool:
-    """Return True if the only rank's tensor is the result, and no implementation was requested."""
-    return p.ep.size == 1 and p.impl == "auto"
-
-
 def into(t: Tensor, out: Tensor | None) -> Tensor:
     """Return `t`'s elements in `out`, which may be `t` or its memory, or in new memory."""
     if out is t:
@@ -428,3 +403,68 @@ def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
         raise MismatchError(f"tensors that differ beyond dim 0 cannot be concatenated: {listed}")
     tail = tails.pop()
     return (sum(row[0] for row in rows if row[1:] == tail), *tail)
+
+
+# --- programs around these ---
+
+
+async def nothing(result: T) -> T:
+    """Return `result`."""
+    return result
+
+
+async def each(
+    p: Primitives,
+    work: Callable[..., Program[Sequence[Any]]],
+    ts: Sequence[T],
+    convert: Callable[[Any], Any] | None,
+    arguments: Mapping[str, object] = _NO_ARGUMENTS,
+    *,
+    listed: bool,
+) -> Any:  # noqa: ANN401
+    """Run `work` on `ts`; return its results, or the result of the only tensor unless `listed`, converted."""
+    results = await work(p, ts, **arguments)
+    result = results if listed else results[0]
+    return result if convert is None else convert(result)
+
+
+def copy_to_all(ts: Sequence[Tensor]) -> None:
+    """Copy the first tensor into the others."""
+    for t in ts[1:]:
+        copy(flat(t), flat(ts[0]))
+
+
+async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Tensor:
+    """Combine the list on this rank, then the ranks; the first tensor holds the total, on `root` alone or on all.
+
+    Elsewhere the tensors are only read. Tensors on other devices are copied to the first one's, one after the other.
+    """
+    mine = root in (None, p.ep.rank)
+    total = to_wire(ts[0])
+    if not mine and total.data_ptr() == ts[0].data_ptr():
+        total = total.clone()
+    for t in ts[1:]:
+        combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
+    kind = "allreduce" if root is None else "reduce"
+    await p.run([Primitive(kind, total, op=wire_op(op), root=root or 0)])
+    if mine:
+        from_wire(total, ts[0], op, p.ep.size * len(ts))
+    return ts[0]
+
+
+async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> T:
+    """Run the program of `then` if all ranks give lists of one length on one device type, else raise MismatchError.
+
+    The messages of the operation cannot show the difference: each rank first adds its own tensors.
+    """
+    if p.ep.size == 1:
+        return await then(p)
+    given = torch.tensor([len(ts), not ts[0].is_cpu], device="cpu")
+    of_all = torch.empty(2 * p.ep.size, dtype=given.dtype, device="cpu")
+    await p.run([Primitive("allgather", given, of_all, counts=[2] * p.ep.size)])
+    await p.ep.known()
+    lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
+    if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):
+        sides = f"rank 0: {lists[0]}, rank {other}: {lists[other]}"
+        raise MismatchError(f"ranks give different numbers of tensors: {sides}")
+    return await then(p.afterwards())

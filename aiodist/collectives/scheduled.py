@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import combine, copy
 from aiodist.backends.base import Primitive, Wanted
-from aiodist.backends.inplace import copy
-from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
 from aiodist.handles.kernel import Transfer, together, transfers

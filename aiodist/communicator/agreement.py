@@ -24,8 +24,7 @@ import torch
 
 from aiodist.backends.base import Primitive, Transport, again, tag_of
 from aiodist.backends.shm import Lane
-from aiodist.collectives.endpoint import LANE_TAGS, Endpoint
-from aiodist.collectives.traffic import Differ
+from aiodist.collectives.endpoint import LANE_TAGS, Differ, Endpoint
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.operation import CommunicatorOperation, Event, When
 from aiodist.errors import MismatchError
@@ -65,7 +64,7 @@ class Dissemination:
         `differs` is True if the ranks that this one stands for differ.
         """
         comparison = Comparison(differs=differs)
-        ep = Endpoint(self._transport, tag + _LANE).among(self._ranks)
+        ep = Endpoint(self._transport, tag + _LANE, ranks=self._ranks)
         run(_disseminate(ep, signature, comparison), partial(self._ended, comparison))
         return comparison
 

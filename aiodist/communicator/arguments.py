@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import SUPPORTED
 from aiodist.backends.base import dtype_name
-from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.collectives.metadata import overlaps, owns_memory
 from aiodist.types import ANY
 

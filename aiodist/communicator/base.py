@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import wire_op
 from aiodist.backends.base import Transport, Wanted, key_of, tag_of
-from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.choice.availability import ONE_FORM
 from aiodist.collectives.choice.selector import compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.implementations import Repertoire
-from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.wrappers import alike_lists, each, nothing
+from aiodist.collectives.implementations import Primitives, Repertoire
+from aiodist.collectives.operations import alike_lists, each, nothing
 from aiodist.communicator.arguments import Terms, check_across, check_name
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakSet
 
 from aiodist.backends.base import Transport
+from aiodist.collectives.endpoint import RecentTraffic, Traffic
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
-from aiodist.collectives.traffic import RecentTraffic, Traffic
-from aiodist.collectives.wrappers import nothing
+from aiodist.collectives.operations import nothing
 from aiodist.communicator.agreement import Agreement
 from aiodist.communicator.claims import Claim, acquire
 from aiodist.communicator.failures import Failures

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiodist.backends.base import NAMED, Refused, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
-from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.conversation import (
     LIVENESS_SECONDS,
     Action,
@@ -189,7 +189,7 @@ class Failures:
         self._do(self._conversations.state, number, statement)
 
     def _refuse(self, number: int, traffic: Traffic) -> None:
-        traffic.refuse(Differ(number))
+        traffic.refusal = Differ(number)
         if self.within is not None:
             self.within.refuse(key_of(number))
 

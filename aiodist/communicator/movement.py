@@ -10,8 +10,8 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
-from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.wrappers import copy_to_all, each, nothing
+from aiodist.collectives.implementations import Primitives
+from aiodist.collectives.operations import copy_to_all, each, nothing
 from aiodist.communicator.arguments import (
     Terms,
     check_alike,

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, key_of, name_in, number_of_use, tag_of
-from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.collectives.endpoint import Differ, Endpoint, Traffic
 from aiodist.communicator.agreement import Comparison, Dissemination
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.operation import CommunicatorOperation, Use

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from aiodist.collectives import operations
 from aiodist.collectives.cuda.on_device import DeviceWork
+from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.messages import Arrived, MessageKind
-from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.wrappers import each
+from aiodist.collectives.operations import each
 from aiodist.communicator import pickling as objects
 from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
 from aiodist.backends.base import Done
-from aiodist.collectives.traffic import Traffic
+from aiodist.collectives.endpoint import Traffic
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.oplog import Record
 from aiodist.handles import Handle, Operation
@@ -153,7 +153,7 @@ class CommunicatorOperation(Operation[Any]):
         """Note that the ranks agree, or end the operation with `error` as soon as its transfers allow."""
         if self.admitted.is_set:
             if error is not None and self.traffic is not None:
-                self.traffic.refuse(error)
+                self.traffic.refusal = error
         else:
             if error is None and self.state is State.NEW:
                 self.state = State.CHECKED

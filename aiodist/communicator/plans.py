@@ -17,16 +17,14 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from aiodist import _core
+from aiodist.backends.arithmetic import SUPPORTED, check_op
 from aiodist.backends.base import Begin, Done, Wanted, dtype_code, key_of, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.collectives import operations
-from aiodist.collectives.arithmetic import SUPPORTED, check_op
 from aiodist.collectives.cuda.queued import Queue, Queued
-from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.endpoint import Endpoint, Traffic
+from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.arguments import Terms, block_of, blocks_of
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.communicator.dispatcher import Dispatcher
@@ -88,10 +86,7 @@ async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature
     if call.kind == "reduce_scatter":
         return (await operations.reduce_scatter(p, [t], out, op, [blocks_of(t, None, p.ep.size)]))[0]
     outs = None if out is None else [out]
-    if call.kind == "reduce":
-        return (await operations.reduce(p, [t], outs, op, root))[0]
-    elementwise = operations.scan if call.kind == "scan" else operations.allreduce
-    return (await elementwise(p, [t], outs, op))[0]
+    return (await operations.elementwise(p, [t], outs, op, call.kind, call.root))[0]
 
 
 async def _planned(p: Primitives, t: Tensor, call: Signature, given: Tensor) -> Any:  # noqa: ANN401

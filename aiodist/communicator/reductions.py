@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import check_op
 from aiodist.collectives import operations
-from aiodist.collectives.arithmetic import check_op
+from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.wrappers import copy_to_all, local_first
+from aiodist.collectives.operations import copy_to_all, local_first
 from aiodist.communicator.arguments import (
     Terms,
     blocks_of,
@@ -96,7 +96,7 @@ class Reductions(Base):
         if across:
             return self._reduction_across("allreduce", t, op, terms)
         planned: Handle[Any] | None = self._plans.issue("allreduce", t, out, terms, op=op)
-        return self._reduction("allreduce", operations.allreduce, t, op, out, terms) if planned is None else planned
+        return self._reduction("allreduce", t, op, out, terms) if planned is None else planned
 
     def scan(
         self,
@@ -116,7 +116,7 @@ class Reductions(Base):
         """
         terms = Terms(timeout, impl, name)
         planned: Handle[Any] | None = self._plans.issue("scan", t, out, terms, op=op)
-        return self._reduction("scan", operations.scan, t, op, out, terms) if planned is None else planned
+        return self._reduction("scan", t, op, out, terms) if planned is None else planned
 
     def exscan(
         self,
@@ -133,7 +133,7 @@ class Reductions(Base):
         `t` and the result have one shape, the same on all ranks; `op`, `out`, lists and errors are those of
         `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
         """
-        return self._reduction("exscan", operations.exscan, t, op, out, Terms(timeout, impl, name))
+        return self._reduction("exscan", t, op, out, Terms(timeout, impl, name))
 
     def reduce(
         self,
@@ -186,7 +186,7 @@ class Reductions(Base):
             return self._reduction_across("reduce", t, op, terms, root)
         if (planned := self._plans.issue("reduce", t, out, terms, op=op, root=root)) is not None:
             return planned
-        return self._reduction("reduce", operations.reduce, t, op, out, terms, root)
+        return self._reduction("reduce", t, op, out, terms, root)
 
     def reduce_scatter(
         self,
@@ -272,14 +272,13 @@ class Reductions(Base):
     def _reduction(
         self,
         kind: str,
-        work: Callable[..., Program[Sequence[Any]]],
         t: Any,  # noqa: ANN401
         op: str,
         out: Tensor | None,
         terms: Terms,
         root: int | None = None,
     ) -> Handle[Any]:
-        """Run `work(p, ts, outs, op)` on a tensor, a number or a list; with a `root` only it gets the result."""
+        """Reduce a tensor, a number or a list; with a `root`, only that rank gets the result."""
         mine = root in (None, self.rank)
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
@@ -288,9 +287,10 @@ class Reductions(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=ts[0].numel())
 
+        work: Callable[..., Program[Sequence[Any]]] = operations.exscan
         arguments: dict[str, Any] = {"outs": None if out is None else [out], "op": known}
-        if root is not None:
-            arguments["root"] = root
+        if kind != "exscan":
+            work, arguments["kind"], arguments["root"] = operations.elementwise, kind, root
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             result = t if mine else None
             program = self._each(work, ts, lifted, terms, lambda _: result, **arguments)
@@ -332,5 +332,5 @@ def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
 
 async def _stopping(p: Primitives, said: Tensor) -> bool:
     """Return True if any rank says so."""
-    (any_said,) = await operations.allreduce(p, [said], None, ReduceOp.MAX)
+    (any_said,) = await operations.elementwise(p, [said], None, ReduceOp.MAX)
     return bool(any_said)

@@ -16,7 +16,7 @@ from aiodist.backends.base import dtype_name
 from aiodist.backends.shm.moving import move
 from aiodist.backends.shm.tables import HostTable, Named, mapped
 from aiodist.collectives import operations
-from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.implementations import Primitives
 from aiodist.communicator import pickling
 from aiodist.communicator.arguments import Terms
 from aiodist.communicator.base import Base

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.backends.base import dtype_name
-from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
 from aiodist.ps.row_store import check_settings as check_row_settings
 from aiodist.ps.rows import TableSpec
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Span
+from aiodist.streams.memory import flat
 from aiodist.streams.writes import check_writable
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES, dtype_name
-from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
@@ -26,6 +25,7 @@ from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, ReadMode, Roles, RuleLike, Settings, Span, Start, one_of, place, spread
 from aiodist.ps.table import Table
+from aiodist.streams.memory import flat
 from aiodist.types import check_timeout, settings_text
 
 _MISSING: Any = object()

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import flat
 from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
@@ -40,6 +39,7 @@ from aiodist.ps.settings import (
     rules_of,
 )
 from aiodist.ps.wire import Reads
+from aiodist.streams.memory import flat
 from aiodist.types import renamed
 
 

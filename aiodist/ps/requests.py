@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done
-from aiodist.backends.inplace import copy
 from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.communicator.claims import Claim, release
 from aiodist.errors import AiodistError

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import SUPPORTED
 from aiodist.backends.base import dtype_name
-from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.types import settings_text
 
 State: TypeAlias = Any

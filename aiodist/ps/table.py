@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import writable
 from aiodist.backends.base import dtype_name
-from aiodist.backends.inplace import flat, writable
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Progress
 from aiodist.ps.names import NameEntry, Names, check_version, checked_as
@@ -17,6 +17,7 @@ from aiodist.ps.rows import ID_BYTES, GroupedIds, TableSpec, grouped, packed_row
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, ReadMode, Synchronous, one_of
 from aiodist.ps.wire import TABLE
+from aiodist.streams.memory import flat
 from aiodist.streams.writes import check_writable
 
 

@@ -17,10 +17,9 @@ from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
 from aiodist.collectives.cuda.peers import peers_here
 from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import allgather
-from aiodist.collectives.primitives import Primitives
 from aiodist.communicator.registry import DRAIN_SECONDS
 from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, in_process
 from aiodist.control.thread import settle_soon

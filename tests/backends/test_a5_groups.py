@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import COMBINE
+from aiodist.backends.arithmetic import COMBINE
 from aiodist.errors import CommunicatorClosed, MismatchError
 from aiodist.handles import Progress
 from aiodist.testing.seams.carriers import Lanes, Neighbourhood, ShmNative, meet

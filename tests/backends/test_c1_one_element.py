@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator
-from aiodist.backends.inplace import bytes_of, flat, numbers_of
+from aiodist.streams.memory import bytes_of, flat, numbers_of
 from aiodist.types import Impl, Op
 
 pytestmark = pytest.mark.timeout(60)

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
+from aiodist.backends.arithmetic import combine
 from aiodist.backends.gloo import library, wire
-from aiodist.collectives.arithmetic import combine
 from aiodist.errors import BackendError, OperationTimeout
 from aiodist.handles import Handle, Operation, Progress
 from aiodist.testing.seams.channel import in_process

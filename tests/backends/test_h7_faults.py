@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiodist import AiodistError, BackendError, Communicator
-from aiodist.backends import inplace
+from aiodist.backends import arithmetic
 from aiodist.collectives import scheduled
 from aiodist.communicator import parts_of
 from aiodist.handles import Progress, in_flight
@@ -258,7 +258,7 @@ async def test_h7_a_fault_in_a_step_of_a_program(coll: Communicator, monkeypatch
     def combine(into: torch.Tensor, t: torch.Tensor, op: ReduceOp) -> None:
         if left and t.numel() > 1000:
             raise left.pop()
-        inplace.combine(into, t, op)
+        arithmetic.combine(into, t, op)
 
     if coll.rank == 0:  # both are in this process: whichever comes first meets it
         monkeypatch.setattr(scheduled, "combine", combine)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
-from aiodist.collectives.arithmetic import combine
+from aiodist.backends.arithmetic import combine
 from aiodist.collectives.endpoint import LANE_TAGS
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
 from aiodist.collectives.choice.table import COMPARED_BYTES, LIMITS
+from aiodist.collectives.endpoint import Traffic
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.traffic import Traffic
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program

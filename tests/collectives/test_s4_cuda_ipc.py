@@ -17,8 +17,8 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
+from aiodist.backends.arithmetic import divide
 from aiodist.backends.cuda_ipc import mappings as mappings_module
-from aiodist.backends.inplace import divide
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda import ipc as cuda_ipc
 from aiodist.communicator import parts_of

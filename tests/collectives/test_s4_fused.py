@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.collectives.arithmetic import TAKES
+from aiodist.backends.arithmetic import TAKES
 from aiodist.collectives.cuda import fused
 from aiodist.collectives.cuda.ipc import reduce
 from aiodist.testing.seams.transport import Primitive

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.collectives.arithmetic import SUPPORTED, check_op
+from aiodist.backends.arithmetic import SUPPORTED, check_op
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda.device_messages import StagedMessages
 from aiodist.collectives.cuda.staging import chunks_of, cut
-from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.implementations import Primitives
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import Staging
@@ -102,7 +102,6 @@ class Counting:
         self._rank = rank
         self._primitives = primitives
         self.ep = primitives.ep
-        self.finishes = primitives.finishes
 
     async def run(self, primitives: Sequence[Primitive]) -> None:
         rank = self._rank

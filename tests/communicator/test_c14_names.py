@@ -19,9 +19,8 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator, Handle
+from aiodist.backends.arithmetic import SUPPORTED
 from aiodist.backends.base import MOST_NAMES, NAMED, number_of_use
-from aiodist.backends.inplace import numbers_of
-from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator import names, parts_of
 from aiodist.handles import internals
 from aiodist.testing import run_ranks
@@ -445,7 +444,7 @@ async def test_c14_a_failure_on_one_rank_is_told(coll: Communicator) -> None:
 async def test_c14_what_fails_on_one_rank_alone(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot run its part: the others do not wait for what it would have sent."""
     if coll.rank == 1:
-        monkeypatch.setattr("aiodist.collectives.operations.into", _no_memory)
+        monkeypatch.setattr("aiodist.collectives.operations.flat", _no_memory)
     for impl in ("ring", "auto"):
         with pytest.raises(aiodist.AiodistError, match="no room"):
             async with asyncio.timeout(20):
@@ -469,11 +468,11 @@ async def test_c14_what_a_failure_leaves_on_the_wire_meets_no_later_use(
         monkeypatch.setattr(
             failures, "send", lambda *what: loop.call_soon_threadsafe(loop.call_later, 0.5, send, *what)
         )
-        monkeypatch.setattr("aiodist.collectives.operations.numbers_of", _no_memory)
-    with pytest.raises(aiodist.AiodistError, match="no room") if failing else suppress(aiodist.RemoteError):
-        await coll.broadcast(t, impl="tree", name="left")
-    if failing:
-        monkeypatch.setattr("aiodist.collectives.operations.numbers_of", numbers_of)
+    with monkeypatch.context() as broken:
+        if failing:
+            broken.setattr("aiodist.collectives.operations.numbers_of", _no_memory)
+        with pytest.raises(aiodist.AiodistError, match="no room") if failing else suppress(aiodist.RemoteError):
+            await coll.broadcast(t, impl="tree", name="left")
     async with asyncio.timeout(30):
         for i in range(40):
             t = torch.full((50,), float(i if coll.rank == 0 else -2))

@@ -20,7 +20,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.collectives.arithmetic import SUPPORTED
+from aiodist.backends.arithmetic import SUPPORTED
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.handles import Handle
 from tests.support.blocking import blocked_until, rounds

@@ -20,12 +20,12 @@ MACHINERY = {"asyncio", "concurrent", "mmap", "multiprocessing", "queue", "selec
 """What no module of rules imports."""
 RULES = {
     "_core": "",
-    "backends": "inplace matching shm.peers",
+    "backends": "arithmetic matching shm.peers",
     "bench": "plan records timing tuning_worker",
     "checkpoints": "format pace parts values",
     "codecs": "gradients",
-    "collectives": "arithmetic choice.availability choice.selector choice.table cuda.staging hierarchical primitives "
-    "endpoint scheduled traffic",
+    "collectives": "choice.availability choice.selector choice.table cuda.staging hierarchical implementations "
+    "endpoint scheduled",
     "communicator": "claims conversation facts fingerprint levels messages oplog",
     "control": "generations roster wire",
     "data": "nesting queue_machine shards",
@@ -69,16 +69,19 @@ PARTS = {
 }
 """Other modules that the tests of their own package import, by the reason."""
 ACROSS = {
+    "backends/test_c1_one_element.py": "streams.memory",
     "backends/test_c1_shm_messages.py": "world.opening",
-    "backends/test_gloo.py": "collectives.arithmetic",
     "backends/test_h7_faults.py": "collectives.scheduled",
     "bench/test_s2_bench_gpu.py": "backends.nccl launch.commands",
-    "collectives/test_a1_scheduled.py": "communicator.fingerprint",
+    "collectives/test_a1_scheduled.py": "backends.arithmetic communicator.fingerprint",
     "collectives/test_a4_hierarchical.py": "communicator.fingerprint",
-    "collectives/test_s4_cuda_ipc.py": "backends.cuda_ipc.mappings backends.inplace",
+    "collectives/test_s4_cuda_ipc.py": "backends.cuda_ipc.mappings backends.arithmetic",
     "collectives/test_s4_cuda_ipc_failures.py": "backends.nccl",
-    "collectives/test_s5_direct.py": "backends.inplace backends.local",
-    "communicator/test_c14_names.py": "backends.base backends.inplace",
+    "collectives/test_s4_fused.py": "backends.arithmetic",
+    "collectives/test_s5_direct.py": "backends.arithmetic backends.local",
+    "collectives/test_s5_staged.py": "backends.arithmetic",
+    "communicator/test_c14_names.py": "backends.arithmetic backends.base",
+    "communicator/test_h10_threads.py": "backends.arithmetic",
     "communicator/test_h6_receives.py": "c10d.work",
     "communicator/test_s3_nccl.py": "backends.nccl",
     "conftest.py": "backends.nccl testing.jobs",

@@ -24,10 +24,10 @@ from aiodist.backends.gloo.library import (
     pieces,
 )
 from aiodist.backends.gloo.wire import GlooPeer
-from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Origin, from_future, from_source, join
 from aiodist.handles.polling import transport_lock
+from aiodist.streams.memory import flat
 from aiodist.types import ReduceOp
 
 _OPS: dict[ReduceOp | None, Any] = {

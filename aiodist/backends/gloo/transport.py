@@ -21,11 +21,11 @@ from aiodist.backends.gloo.library import GlooRendezvous, ProcessGroup, empty
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.wire import MESSAGE, OFFER, Frame, GlooPeer, Wire
 from aiodist.backends.header import Header, comm_number
-from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Matching, Receive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
+from aiodist.streams.memory import bytes_of
 from aiodist.types import ANY
 
 if TYPE_CHECKING:

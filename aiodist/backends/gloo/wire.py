@@ -34,10 +34,10 @@ from aiodist.backends.gloo.library import (
 )
 from aiodist.backends.header import HEADER_BYTES
 from aiodist.backends.header import Header as Header
-from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
+from aiodist.streams.memory import bytes_of
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import divide
 from aiodist.backends.base import Begin, Done, Primitive, Wanted, again, ours, tell
-from aiodist.backends.inplace import bytes_of, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.handles import LARGE_BYTES, join
+from aiodist.streams.memory import bytes_of, flat
 from aiodist.types import REDUCTIONS, ReduceOp
 
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport, again, in_thread
-from aiodist.backends.inplace import bytes_of
 from aiodist.backends.mpi.library import MPI, PIECE_BYTES, as_backend_error, cuda_aware
 from aiodist.backends.mpi.native import MpiNative, Pipeline
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.errors import BackendError
 from aiodist.handles import Progress, join
 from aiodist.handles.polling import transport_lock
+from aiodist.streams.memory import bytes_of
 from aiodist.types import ANY
 
 T = TypeVar("T")

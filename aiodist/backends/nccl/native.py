@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, dtype
 
+from aiodist.backends.arithmetic import divide
 from aiodist.backends.base import DTYPES, Done, Exchange, Primitive
-from aiodist.backends.inplace import bytes_of, divide, flat, numbers_of
 from aiodist.backends.nccl.group import Launch, NcclGroup
 from aiodist.backends.nccl.launch_order import LaunchSlot
+from aiodist.streams.memory import bytes_of, flat, numbers_of
 from aiodist.types import REDUCTIONS, ReduceOp
 
 _MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})

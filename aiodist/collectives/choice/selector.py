@@ -10,9 +10,8 @@ import torch
 from aiodist.backends.base import Primitive
 from aiodist.collectives.choice.table import DEVICES, HOSTS, LIMITS, Edit, LimitEdit, RangeEdit, check_known
 from aiodist.collectives.columns import columns
-from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
-from aiodist.collectives.primitives import Primitives
 from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import OPERATIONS

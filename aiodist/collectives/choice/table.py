@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple, get_args
 from zlib import crc32
 
-from aiodist.collectives.traffic import ROOM_BYTES
+from aiodist.collectives.endpoint import ROOM_BYTES
 from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.schedules.plan import MAX_LANES

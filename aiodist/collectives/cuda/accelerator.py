@@ -20,8 +20,7 @@ from aiodist.collectives.cuda.queued import Alone, ByNccl, NcclReductions, Queue
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.implementations import Kit, Repertoire
-from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.implementations import Kit, Primitives, Repertoire
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Progress

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport, ignore
-from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
+from aiodist.streams.memory import bytes_of
 
 _MOST_IN_FLIGHT = 3  # chunks of one message: one is copied while another is sent
 

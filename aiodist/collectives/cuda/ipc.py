@@ -38,10 +38,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
+from aiodist.backends.arithmetic import FUNCTIONS, combine, copy, divide, wire_op, writable
 from aiodist.backends.base import Done, Primitive, Wanted
 from aiodist.backends.cuda_ipc import FRAME_BYTES, Loan, Mappings
-from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
-from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.cuda import fused
 from aiodist.collectives.cuda.on_device import OnHost, StaysOnHost
 from aiodist.collectives.endpoint import Endpoint, Implementation

@@ -11,10 +11,9 @@ from torch import Tensor
 from aiodist.backends.base import Exchange, Primitive, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
 from aiodist.collectives.endpoint import LANE_TAGS, Endpoint, Exchanger, on_lane
-from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
-from aiodist.collectives.primitives import Primitives
 from aiodist.handles import Progress
 from aiodist.handles.kernel import run, transfers
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
+from aiodist.backends.arithmetic import divide
 from aiodist.backends.base import Done, ours
-from aiodist.backends.inplace import divide
 from aiodist.backends.nccl import NcclCall, NcclGroup, as_numbers, reducer
 from aiodist.handles import Progress
 from aiodist.streams import Events, Fence

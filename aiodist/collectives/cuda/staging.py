@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
+from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done, Primitive, Wanted, ignore, once
-from aiodist.backends.inplace import copy
 from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
-from aiodist.collectives.operations import computed
-from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.implementations import Primitives
 from aiodist.handles import LARGE_BYTES
 from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.streams import Staging
@@ -122,7 +121,7 @@ class Staged(Implementation):
             if reads:
                 await transfers(reads)
             begun.update(chunk.work for chunk in chunks if any(t.numel() for _, t in chunk.reads))
-            await computed(p, [chunk.primitive(host) for chunk, host in zip(chunks, hosts, strict=True)])
+            await p.run([chunk.primitive(host) for chunk, host in zip(chunks, hosts, strict=True)])
             if waiting := [work for work in writes if work not in begun]:
                 await transfers([work.begun for work in waiting])
                 begun.update(waiting)
