@@ -1,4 +1,17 @@
-"""Communicators that threads other than the loop's may use too: `dup(thread=True)`."""
+"""Communicators that threads other than the loop's may use too: `dup(thread=True)`.
+
+[Note: shared state of an issuing call] The state that threads share, and the reason why it is safe:
+
+| state | writers | reason |
+|---|---|---|
+| `InFlight` | threads that issue or end operations | a claim or release is one step in C under the GIL |
+| `OpLog`, the plans | the thread that issues, or the loop with the lock of `Issuing` | one writer at a time |
+| `Pending` | a call adds; the thread that ends an operation removes | single steps of a dict |
+| `Watch.watching` | a call sets it after `Pending`; the loop clears it, then looks at `Pending` | one sees the other |
+| `Timers` | the loop, by a posted call | a waiting thread checks the clock itself |
+| the inbox | any thread appends; the holder of the transport lock takes | an entry stays until it has run |
+| a handle's state | one thread, once | no thread switch between check and step; an abort holds the transport lock |
+"""
 
 from __future__ import annotations
 
