@@ -235,18 +235,9 @@ class Primitive:
         self.out = self.t if self.out is None else self.out
 
     @property
-    def _whole(self) -> Tensor:
-        """The tensor that defines the size; for an allgather, the one of all ranks."""
-        return self.out if self.kind == "allgather" else self.t
-
-    @property
-    def nbytes(self) -> int:
-        return self._whole.nbytes
-
-    @property
     def wanted(self) -> Wanted:
         """Return the facts that choose its implementation."""
-        t = self._whole
+        t = self.out if self.kind == "allgather" else self.t  # the one that defines the size
         op = self.op if self.kind in REDUCTIONS else None
         return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
 

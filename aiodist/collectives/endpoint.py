@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, dtype
 
+from aiodist._core import KEY_BITS
 from aiodist.backends.arithmetic import copy
-from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, ignore, keeping, key_of
+from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, ignore, keeping
 from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.streams.memory import bytes_of
 from aiodist.types import ReduceOp
@@ -180,13 +181,13 @@ class Endpoint:
         tag: int,
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
-        key: int | None = None,
+        number: int | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
-        `key` identifies collectives of a library in place of the tag, since tags repeat after some operations. `ranks`
-        are the ranks of the transport that take part, in order; None is all.
+        `number` is that of the operation; its key identifies collectives of a library, since tags repeat after some
+        operations. `ranks` are the ranks of the transport that take part, in order; None is all.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -196,7 +197,7 @@ class Endpoint:
         self.rank = transport.rank if ranks is None else ranks.index(transport.rank)
         self.size = len(self.ranks)
         self.tag = tag
-        self.key = key_of(tag) if key is None else key
+        self.key = (tag if number is None else number) << KEY_BITS
         self.whole = False
         """True if it is on a lane already, so that tensors are not split into chunks."""
 

@@ -326,7 +326,8 @@ class Primitives:
                     continue
                 traffic.way = chosen.name
                 traffic.native += not chosen.recallable
-                if chosen.in_order or (not chosen.compares and any(o.nbytes >= COMPARED_BYTES for o in members)):
+                sizes = [max(o.t.nbytes, o.out.nbytes) for o in members]
+                if chosen.in_order or (not chosen.compares and max(sizes) >= COMPARED_BYTES):
                     await transfers([traffic.agreed])
                 await chosen.run(self.ep, members)
                 traffic.native -= not chosen.recallable

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from functools import partial
 
 import torch
@@ -31,7 +32,6 @@ from aiodist.collectives.messages import (
     MessageFlag,
     MessageKind,
     Unpacked,
-    frame,
 )
 from aiodist.collectives.metadata import pack_meta, unpack_meta
 from aiodist.handles.kernel import Transfer, resume, run, together, transfers
@@ -41,6 +41,7 @@ from aiodist.types import ANY
 _FRAME_TAG = 0
 _DATA_TAGS = 1 << 20
 _MOST_LINES = 4096
+_FAREWELL = 0  # below the numbers of messages
 
 
 class Mailbox:
@@ -55,14 +56,14 @@ class Mailbox:
         self._room = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         self._came = self._room.numpy().data
         self._matching: Matching[MailboxReceive, MailboxMessage] = Matching()
-        self._listening = self._looping = False
+        self._listening = self._looping = self._farewell_came = False
         self.sent: Counter[int] = Counter()
         """Number of frames sent to each other rank; if none is in flight, equal to its `heard` of this rank."""
         self.heard: Counter[int] = Counter()
         self._number = 0
         self._lines: dict[int, object] = {}
         self._unanswered: dict[int, Done] = {}
-        """By number: the synchronous messages without an answer."""
+        """By number: the synchronous messages without an answer; `_FAREWELL` waits for that of the rank before."""
         self.taking: dict[MailboxReceive, int] = {}
         """Receives that have matched a message in flight, each with the size of that in bytes."""
         self._kept_from = can.kept_from
@@ -71,8 +72,6 @@ class Mailbox:
         self.kept_sent: Counter[int] = Counter()
         """Number of these that have ended, by rank; at most that rank's `kept_matched` of this one."""
         self.kept_matched: Counter[int] = Counter()
-        self._parting: Done | None = None
-        self._farewell_heard = False
 
     @property
     def wanted(self) -> Sequence[MailboxReceive]:
@@ -82,19 +81,15 @@ class Mailbox:
     @property
     def unanswered(self) -> int:
         """Number of synchronous messages without an answer."""
-        return len(self._unanswered)
+        return len(self._unanswered) - (_FAREWELL in self._unanswered)
 
     def line_of(self, number: int) -> object | None:
         """Return the line that sent message `number`; None if it is no longer kept."""
         return self._lines.get(number)
 
     def leftovers(self) -> list[tuple[int, int, str]]:
-        """Return the messages without a receive: source, number at the source, and words."""
+        """Return the messages without a receive: source, number at the source, and words; from any thread."""
         return [(message.src, message.number, str(message)) for message in self._matching.messages]
-
-    def unmatched(self) -> list[str]:
-        """Return the messages without a receive, as words; from any thread."""
-        return [str(message) for message in self._matching.messages]
 
     def keeps(self, t: Tensor, dst: int) -> bool:
         """Return True if a send of `t` ends only after a receive has matched it."""
@@ -117,7 +112,7 @@ class Mailbox:
         self._lines[number] = line
         if len(self._lines) > _MOST_LINES:
             del self._lines[next(iter(self._lines))]
-        step: list[Transfer] = [partial(self._wait_for_answer, number)] if synchronous else []
+        step: list[Transfer] = [partial(self._wait_for, number)] if synchronous else []
         kept = not synchronous and self.keeps(t, dst)
         flags = MessageFlag.SYNCHRONOUS * synchronous + MessageFlag.KEPT * kept
         if dst == self._transport.rank:
@@ -143,9 +138,13 @@ class Mailbox:
         if kept:
             self.kept_sent[dst] += 1
 
-    def _wait_for_answer(self, number: int, done: Done) -> None:
-        self._unanswered[number] = done
-        self.listen()
+    def _wait_for(self, number: int, done: Done) -> None:
+        """Wait for the answer to a synchronous message, or for the farewell."""
+        if number == _FAREWELL and self._farewell_came:
+            done(None)
+        else:
+            self._unanswered[number] = done
+            self.listen()
 
     def _to_itself(self, message: MailboxMessage, flat: Tensor, done: Done) -> None:
         # The copy of a device is queued on the stream that is current now.
@@ -162,9 +161,14 @@ class Mailbox:
             self.device_messages.fetch(flat, copied)
 
     def _frame(self, header: Header, t: Tensor | None, dst: int) -> Tensor:
-        """Return a frame for rank `dst`, with the data of `t` if the header says so."""
+        """Return a frame for rank `dst`, with the first `header.size` bytes of `t`."""
         self.sent[dst] += 1
-        return frame(header, t, self._least_bytes)
+        data = header.pack()
+        if t is not None:
+            data += pack_meta(t)
+            if header.size:
+                data += string_at(t.data_ptr(), header.size)
+        return torch.frombuffer(bytearray(data.ljust(self._least_bytes, b"\0")), dtype=torch.uint8)
 
     def _answer(self, message: MailboxMessage) -> None:
         """Notify the sender that a receive has matched it."""
@@ -184,22 +188,10 @@ class Mailbox:
         following = (self._transport.rank + 1) % self._transport.size
         header = Header(MessageKind.FAREWELL, self._transport.rank)
         farewell = self._frame(header, None, following)
-        await transfers([partial(self._transport.isend, farewell, following, _FRAME_TAG), self._wait_for_farewell])
-
-    def _wait_for_farewell(self, done: Done) -> None:
-        if self._farewell_heard:
-            done(None)
-        else:
-            self._parting = done
-            self.listen()
+        send = partial(self._transport.isend, farewell, following, _FRAME_TAG)
+        await transfers([send, partial(self._wait_for, _FAREWELL)])
 
     # --- frames that come ---------------------------------------------------------------------------------------
-
-    @property
-    def _waits(self) -> bool:
-        """True if a frame is expected."""
-        parting = self._parting is not None and not self._farewell_heard
-        return self._matching.expects or bool(self._unanswered) or parting
 
     def listen(self) -> None:
         """Receive frames while one is expected."""
@@ -207,7 +199,7 @@ class Mailbox:
             return
         self._looping = True  # a frame that has come is heard before `irecv` returns: the next needs no deeper call
         try:
-            while self._waits and not self._listening:
+            while (self._matching.expects or self._unanswered) and not self._listening:
                 self._listening = True
                 self._transport.irecv(self._room, ANY, _FRAME_TAG, self._heard)
         except BaseException:
@@ -217,29 +209,24 @@ class Mailbox:
             self._looping = False
 
     def _heard(self, error: BaseException | None) -> None:
+        """Take a message, an answer, or the farewell of the rank before this one in the ring; then the next frame."""
         self._listening = False
         try:
             if error is None:
-                self._take_in()
-                if self._waits:
-                    self.listen()
+                header = Header.read(self._came)
+                self.heard[header.comm] += 1
+                if header.kind == MessageKind.FAREWELL:
+                    self._farewell_came = True
+                    self._unanswered.pop(_FAREWELL, ignore)(None)
+                elif header.kind == MessageKind.ANSWER:
+                    self._unanswered.pop(header.number)(None)
+                else:
+                    self.arrived(MailboxMessage.read(header, self._came))
+                self.listen()
         except Exception as raised:  # noqa: BLE001  - the message may be any receive's
             error = ours(raised)
         if error is not None:
             self.abort(error)
-
-    def _take_in(self) -> None:
-        """Take a message, an answer, or the farewell of the rank before this one in the ring."""
-        header = Header.read(self._came)
-        self.heard[header.comm] += 1
-        if header.kind == MessageKind.FAREWELL:
-            self._farewell_heard = True
-            if self._parting is not None:
-                self._parting(None)
-        elif header.kind == MessageKind.ANSWER:
-            self._unanswered.pop(header.number)(None)
-        else:
-            self.arrived(MailboxMessage.read(header, self._came))
 
     def abort(self, error: BaseException) -> None:
         """Receive no more: receives without a message end, and their memory is free."""
@@ -247,9 +234,6 @@ class Mailbox:
         unanswered, self._unanswered = self._unanswered, {}
         failed: list[Done] = [*(receive.fail for receive in wanted), *unanswered.values()]
         tell((done, error) for done in failed)
-        parting, self._parting = self._parting, None
-        if parting is not None:
-            parting(error)
 
     # --- matching -----------------------------------------------------------------------------------------------
 
@@ -257,9 +241,7 @@ class Mailbox:
         """Give `wanted` the first message that matches, now or when it comes."""
         message = self._matching.post(wanted)
         if message is not None:
-            if self._takes(wanted):
-                self._deliver(message, wanted)
-            else:
+            if not self._deliver(message, wanted):
                 self._matching.keep(message)
             return
         try:
@@ -280,9 +262,12 @@ class Mailbox:
 
     def arrived(self, message: MailboxMessage) -> None:
         """Give a message to the receive that takes it, or keep it for one."""
-        self._matching.number(message)
-        if not self._matched(message):
-            self._matching.keep(message)
+        if not message.order:
+            self._matching.number(message)
+        while (wanted := self._matching.match(message.src, message.tag, message.kind)) is not None:
+            if self._deliver(message, wanted):
+                return
+        self._matching.keep(message)
 
     def put_back(self, wanted: MailboxReceive) -> Callable[[Arrived | None, BaseException | None], None]:
         """Put the message of `wanted` back into its old place; call `match_again` next.
@@ -317,27 +302,15 @@ class Mailbox:
     def match_again(self) -> None:
         """Deliver the messages that were put back to the receives that match them."""
         for message in self._matching.cancel_messages(lambda message: message.place == DataPlace.RETURNED):
-            if not self._matched(message):
-                self._matching.keep(message)
-
-    def _matched(self, message: MailboxMessage) -> bool:
-        """Return True, and deliver it, if a receive waits for such a message."""
-        while (wanted := self._matching.match(message.src, message.tag, message.kind)) is not None:
-            if self._takes(wanted):
-                self._deliver(message, wanted)
-                return True
-        return False
-
-    def _takes(self, wanted: MailboxReceive) -> bool:
-        """Return True if `wanted` takes a message that matches; withdraw it otherwise."""
-        if wanted.take():
-            return True
-        wanted.fail(asyncio.CancelledError())
-        return False
+            self.arrived(message)
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
-    def _deliver(self, message: MailboxMessage, wanted: MailboxReceive) -> None:
+    def _deliver(self, message: MailboxMessage, wanted: MailboxReceive) -> bool:
+        """Bring `message` to `wanted`; withdraw `wanted` and return False if that takes no message."""
+        if not wanted.take():
+            wanted.fail(asyncio.CancelledError())
+            return False
         wanted.given = message
         flags, message.flags = message.flags, 0
         if flags & MessageFlag.SYNCHRONOUS:
@@ -347,6 +320,7 @@ class Mailbox:
         if message.data is None:
             self.taking[wanted] = message.nbytes
         run(self._bring(message, wanted), wanted.finish)
+        return True
 
     async def _bring(self, message: MailboxMessage, wanted: MailboxReceive) -> Arrived:
         """Move the bytes of a message to its receive; return what arrived, or raise the error of the receive."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import memmove, string_at
+from ctypes import memmove
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from aiodist.backends.arithmetic import copy
@@ -16,7 +15,7 @@ from aiodist.backends.base import Done, dtype_name
 from aiodist.backends.header import HEADER_BYTES, Header
 from aiodist.backends.matching import PostedReceive, UnexpectedMessage
 from aiodist.collectives.cuda.on_device import DeviceWork
-from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
+from aiodist.collectives.metadata import META_BYTES, Meta, unpack_meta
 from aiodist.errors import BackendError
 from aiodist.streams.memory import bytes_of
 
@@ -168,13 +167,3 @@ class MailboxMessage(UnexpectedMessage):
             memmove(into.data_ptr(), self.data, len(self.data))
         else:
             copy(bytes_of(into)[: self.nbytes], self.data)
-
-
-def frame(header: Header, t: Tensor | None, least: int) -> Tensor:
-    """Return a frame of at least `least` bytes; the first `header.size` bytes of `t` are in it."""
-    data = header.pack()
-    if t is not None:
-        data += pack_meta(t)
-        if header.size:
-            data += string_at(t.data_ptr(), header.size)
-    return torch.frombuffer(bytearray(data.ljust(least, b"\0")), dtype=torch.uint8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.arithmetic import wire_op
-from aiodist.backends.base import Transport, Wanted, key_of, tag_of
+from aiodist.backends.base import Transport, Wanted, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM
 from aiodist.collectives.choice.selector import compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
@@ -90,7 +90,7 @@ class Base(Group):
         dispatcher = self._dispatcher
         with dispatcher.lifetime.undisturbed():
             seq = self.seq
-            endpoint = Endpoint(self._transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
+            endpoint = Endpoint(self._transport, tag_of(seq), traffic=dispatcher.traffic(), number=seq)
             program = prepare(
                 compared,
                 Primitives(endpoint, self._repertoire, "direct"),
@@ -267,7 +267,7 @@ class Base(Group):
         accelerator = self._registry.resources.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
         seq, traffic = self._dispatcher.oplog.seq, self._dispatcher.traffic()
-        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
+        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, seq)
         return Primitives(ep, self._repertoire, terms.impl, device=self._device)
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from aiodist import _core
 from aiodist.backends.arithmetic import SUPPORTED, check_op
-from aiodist.backends.base import Begin, Done, Wanted, dtype_code, key_of, tag_of
+from aiodist.backends.base import Begin, Done, Wanted, dtype_code, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.collectives import operations
 from aiodist.collectives.cuda.queued import Queue, Queued
@@ -232,7 +232,7 @@ class Plans:
 
     def _primitives(self, number: int, traffic: Traffic | None, repertoire: Repertoire, impl: str) -> Primitives:
         """Return the primitives of the operation with that number."""
-        ep = Endpoint(self._dispatcher.transport, tag_of(number), traffic=traffic, key=key_of(number))
+        ep = Endpoint(self._dispatcher.transport, tag_of(number), traffic=traffic, number=number)
         return Primitives(ep, repertoire, impl, device=self._device)
 
     def _issue_native(self, plan: NativePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:

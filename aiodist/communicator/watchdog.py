@@ -318,7 +318,7 @@ class Watchdog:
             return ""
         if what.src is None:
             return f"the message goes {what}"
-        came = self.mailbox.unmatched()
+        came = [what for _, _, what in self.mailbox.leftovers()]
         more = f" and {len(came) - 8} more" if len(came) > 8 else ""
         arrived = f"; arrived unmatched: {', '.join(came[:8])}{more}" if came else ""
         return f"it waits for a message {Peer(what.src, None, what.tag)}{arrived}"
