@@ -8,7 +8,8 @@ be dead, or has not answered within `LIVENESS_SECONDS`.
     first failure, or first statement of another rank - own statement - all are known - verdict
                                                                                       - late statements: drain only
 
-The verdict is a pure function of the statements: ranks that got the same ones raise the same. A mismatch comes before a
+The verdict is a pure function of the statements and of the exits, whose order is the same on all ranks: ranks that got
+the same ones raise the same. A mismatch comes before a
 lost rank, a lost rank before a silent one, and a silent rank before a failure of one rank's part: the later ones can
 follow from the earlier ones. A rank makes only one statement for a number, also if it fails later.
 
@@ -18,7 +19,7 @@ statements of the others say only that they are alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -61,8 +62,6 @@ class Statement(NamedTuple):
     cause: Cause = Cause.NONE
     error: str = ""
     """The error of this rank's part; "" if there is none, or if the comparison of signatures found it."""
-    lost: int = -1
-    """The rank that is lost, if the cause is that."""
     begun: bool = False
     """True if it had begun, so that its output is unspecified."""
     bound: bool = False
@@ -251,9 +250,7 @@ class Conversations:
         return self._rank in case.answered and (case.expired or not self._missing(case))
 
     def _judge(self, number: int, case: _Case) -> Verdict:
-        silent = tuple(self._missing(case))
-        gone = {rank: clean for rank, clean in self.gone.items() if rank not in case.statements}
-        verdict = judge(case.statements, silent, gone)
+        verdict = judge(case.statements, tuple(self._missing(case)), self.gone)
         if verdict.cause is Cause.MISMATCH and verdict.rank < 0 and 0 <= number < NAMED:
             since = number
             while self._differ(since - 1):
@@ -275,26 +272,28 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an operation by the statements about it.
 
-    `silent` are the ranks that did not answer, `gone` those that left before they answered, in that order: True for
-    those that said goodbye.
+    `silent` are the ranks that did not answer, `gone` those that left, in the order of the control channel: True for
+    those that said goodbye. Each rank gets the statements and the exit of another one in this order.
     """
-    gone = gone or {}
-    causes = {rank: statements[rank].cause for rank in sorted(statements)}
+    left = gone or {}
+    unheard = {rank: clean for rank, clean in left.items() if rank not in statements}
     begun = any(one.begun for one in statements.values())
     bound = any(one.bound for one in statements.values())
     if any(one.cause is Cause.MISMATCH and not one.error for one in statements.values()) or _words_differ(statements):
-        return Verdict(Cause.MISMATCH, sides=_sides(statements, silent, gone), begun=begun, silent=silent, abort=bound)
-    dead = [rank for rank, clean in gone.items() if not clean]
-    named: dict[Cause, Sequence[int]] = {
-        Cause.SILENT: silent,
-        Cause.LOST: (*dead, *(one.lost for one in statements.values() if one.lost >= 0)),
-    }
-    worst = max(*causes.values(), *(cause for cause, ranks in named.items() if ranks))
-    errors = [statements[rank].error for rank, cause in causes.items() if cause is worst or worst is Cause.SILENT]
-    named[worst] = named.get(worst) or [rank for rank, cause in causes.items() if cause is worst]
+        sides = _sides(statements, silent, unheard)
+        return Verdict(Cause.MISMATCH, sides=sides, begun=begun, silent=silent, abort=bound)
+    lost = [rank for rank, clean in left.items() if not clean]
+    worst = max(
+        *(one.cause for one in statements.values()),
+        Cause.SILENT if silent else Cause.NONE,
+        Cause.LOST if any(rank in unheard for rank in lost) else Cause.NONE,
+    )
+    causes = [rank for rank in sorted(statements) if statements[rank].cause is worst]
+    errors = [statements[rank].error for rank in (sorted(statements) if worst is Cause.SILENT else causes)]
     error = next((error for error in errors if error), "")
-    rank = named[worst][0] if worst is Cause.LOST else min(named[worst])  # later ones may have left for that
-    return Verdict(worst, rank, error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
+    # Any lost rank, as later ones may have left because of the first, which may have made its statement.
+    named = {Cause.LOST: lost, Cause.SILENT: sorted(silent)}.get(worst, causes)
+    return Verdict(worst, named[0], error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
 
 
 def _words_differ(statements: dict[int, Statement]) -> bool:

@@ -36,7 +36,7 @@ from aiodist.communicator.names import Names
 from aiodist.communicator.operation import CommunicatorOperation, Pending, State, When
 from aiodist.communicator.oplog import Latest, OpLog
 from aiodist.communicator.settlement import Settlement
-from aiodist.control import HUB, Channel, ChannelClosed, Exit, name_ranks
+from aiodist.control import HUB, Channel, ChannelClosed, name_ranks
 from aiodist.control.thread import settle_soon
 from aiodist.errors import (
     AiodistError,
@@ -45,7 +45,6 @@ from aiodist.errors import (
     CommunicatorError,
     MismatchError,
     PeerError,
-    PeerLost,
     RemoteError,
 )
 from aiodist.handles import Handle, Progress
@@ -185,7 +184,7 @@ class Failures:
             operation.stopped = True
             operation.decide(Differ(number))
         self._refuse(number, traffic)
-        statement = Statement(*self._issued(number), True, cause, error, -1, begun, bound)
+        statement = Statement(*self._issued(number), True, cause, error, begun, bound)
         self._do(self._conversations.state, number, statement)
 
     def _refuse(self, number: int, traffic: Traffic) -> None:
@@ -197,6 +196,7 @@ class Failures:
         """Handle a statement of another rank; on the listener thread."""
         number, fields, sent, asked = message
         rank = self._ranks.index(world_rank)
+        self.note_exits()  # first, since the loop may note them later
         if fields is None:
             self._aborting = True
             self._progress.post(partial(self._told_abort, sent))
@@ -224,12 +224,12 @@ class Failures:
         last = self._oplog.last()
         return Statement("" if last is None else last.text(), issued=False)
 
-    def leave(self, exit: Exit) -> None:
-        """A rank is lost; from any thread."""
-        known = exit.rank in self._ranks
-        for rank in [self._ranks.index(exit.rank)] if known else range(len(self._ranks)):
-            if rank != self._rank:
-                self._do(self._conversations.leave, rank)
+    def note_exits(self, *, clean: bool = False) -> None:
+        """Note the ranks that are lost, in the order of the control channel, and with `clean` also those that left."""
+        for exit in self._channel.exits().values():
+            for rank, world_rank in enumerate(self._ranks):
+                if exit.rank in (world_rank, HUB) and rank != self._rank and exit.clean <= clean:
+                    self._do(partial(self._conversations.leave, rank, clean=exit.clean))
 
     # --- actions: from any thread, unless they say otherwise ------------------------------------------------------
 
@@ -302,9 +302,7 @@ class Failures:
 
     def _expire(self, number: int) -> None:
         """The liveness bound has passed; on the loop."""
-        for exit in self._channel.exits().values():
-            if exit.rank in self._ranks and exit.clean:
-                self._do(partial(self._conversations.leave, self._ranks.index(exit.rank), clean=True))
+        self.note_exits(clean=True)
         self._do(self._conversations.expire, number)
 
     # --- verdicts -------------------------------------------------------------------------------------------------
@@ -361,9 +359,8 @@ class Failures:
             side = f"; rank {self._rank} has issued {later} since then" if later else ""
             return MismatchError(f"ranks disagree on {called}{since}: {verdict.sides}{side}{data}")
         if verdict.cause is Cause.LOST:
-            lost = self._ranks[rank]
-            exits = [exit for exit in self._channel.exits().values() if not exit.clean and exit.rank in (lost, HUB)]
-            return exits[0].error() if exits else PeerLost(f"rank {lost} is lost: {verdict.error}", lost=lost)
+            named = (self._ranks[rank], HUB)
+            return next(exit for exit in self._channel.exits().values() if exit.rank in named).error()
         if own is not None and (verdict.cause is not Cause.MISMATCH or isinstance(own, MismatchError)):
             if verdict.silent:
                 own.add_note(silent)

@@ -105,7 +105,7 @@ class Lifetime:
     def peer_lost(self, exit: Exit) -> None:
         """A rank of this communicator is lost: pending operations and every later call raise that."""
         error = exit.error()
-        self._failures.leave(exit)
+        self._failures.note_exits()
         self.abort(error)
         for tell in list(self.on_lost):
             tell(self._ranks.index(exit.rank) if exit.rank in self._ranks else -1, error)

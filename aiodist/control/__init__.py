@@ -6,7 +6,7 @@ Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank s
 from aiodist.control.channel import Channel, ChannelClosed, exchange
 from aiodist.control.hosts import find_hosts
 from aiodist.control.hub import Hub
-from aiodist.control.local import in_process
+from aiodist.control.local import InProcessChannel, in_process
 from aiodist.control.rendezvous import HostedHub, connect, host
 from aiodist.control.roster import HUB, Exit, name_ranks
 from aiodist.control.wire import MAX_FRAME
@@ -19,6 +19,7 @@ __all__ = [
     "Exit",
     "HostedHub",
     "Hub",
+    "InProcessChannel",
     "connect",
     "exchange",
     "find_hosts",

@@ -17,12 +17,12 @@ from aiodist.control.thread import settle
 from aiodist.control.wire import EVERYBODY, Kind, frame, pack
 
 
-def in_process(size: int, members: Members | None = None) -> list[Channel]:
+def in_process(size: int, members: Members | None = None) -> list[InProcessChannel]:
     """Return the channels of `size` ranks that share the running loop; `members` is told of them, see `Hub`."""
     if size < 1:
         raise ValueError(f"{size} ranks: expected at least 1")
     hub = _InProcessHub(members)
-    hub.channels += [_InProcessChannel(hub, rank, size) for rank in range(size)]
+    hub.channels += [InProcessChannel(hub, rank, size) for rank in range(size)]
     return list(hub.channels)
 
 
@@ -34,14 +34,16 @@ class _InProcessHub:
         self.members = members
         self.store = Store()
         self.numbers = itertools.count()
-        self.channels: list[_InProcessChannel] = []
+        self.channels: list[InProcessChannel] = []
+        self.exits: list[Exit] = []
+        """The exits of ranks, in the order in which each channel takes them."""
         self._thread = threading.get_ident()
 
     def leave(self, exit: Exit) -> None:
-        """Tell every other rank how one left."""
+        """Notify every other rank how one left: the first exit is the first one on all ranks."""
+        self.exits.append(exit)
         for channel in self.channels:
-            if channel.rank != exit.rank:
-                self.post(channel._left, exit)
+            self.post(channel._take_exit)
         if self.members is not None:
             self.post(self.members.left, exit)
 
@@ -62,7 +64,7 @@ class _InProcessHub:
             (self.loop.call_soon if here else self.loop.call_soon_threadsafe)(fn, *args)
 
 
-class _InProcessChannel(Channel):
+class InProcessChannel(Channel):
     """A `Channel` to ranks on the same loop. Its coroutines yield at least once: no loop over them starves others."""
 
     def __init__(self, hub: _InProcessHub, rank: int, size: int) -> None:
@@ -70,7 +72,10 @@ class _InProcessChannel(Channel):
         self._hub = hub
         self._open = True
         self._failed = False
+        self._killed = False
         self._asked: set[asyncio.Future[Any]] = set()
+        self._taken = 0
+        """Number of exits that it has taken."""
 
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
         self._check_open()
@@ -94,6 +99,11 @@ class _InProcessChannel(Channel):
             self._failed = True
             self._hub.leave(Exit(self.rank, False, cause, traceback, exitcode))
 
+    def kill(self, cause: str) -> None:
+        """Leave as a killed process does: it sends nothing any more."""
+        self.fail(cause)
+        self._killed = True
+
     async def aclose(self) -> None:
         self._owner.check()
         if self._open:
@@ -108,9 +118,11 @@ class _InProcessChannel(Channel):
         if answer.cancelled():
             self._hub.store.cancel(*waiter)
 
-    def _left(self, exit: Exit) -> None:
-        if self._open:
-            super()._left(exit)
+    def _take_exit(self) -> None:
+        exit = self._hub.exits[self._taken]
+        self._taken += 1
+        if self._open and exit.rank != self.rank:
+            self._left(exit)
 
     def _deliver(self, src: int, body: bytes) -> None:
         if self._open:
@@ -119,7 +131,7 @@ class _InProcessChannel(Channel):
     def _send(self, dst: int, body: bytes) -> None:
         frame(Kind.MESSAGE, body=body)  # over 64 MiB is an error here too
         others = (rank for rank in range(self.size) if rank != self.rank)
-        for rank in others if dst == EVERYBODY else (dst,):
+        for rank in () if self._killed else others if dst == EVERYBODY else (dst,):
             self._hub.post(self._hub.channels[rank]._deliver, self.rank, body)
 
     def _check_open(self) -> None:

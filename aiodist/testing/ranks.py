@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.control import Channel, in_process
+from aiodist.control import Channel, InProcessChannel, in_process
 from aiodist.control.generations import Generation, Generations, Members
 from aiodist.errors import DeadlockError, LaunchError, PeerError, PeerLost
 from aiodist.handles import listed
@@ -105,7 +105,8 @@ class Seat:
     def __init__(self, job: _RanksJob[Any], number: int, generation: Generation, rank: int) -> None:
         self.job = job
         self.number = number  # of its task
-        self.channels: list[Channel] = []  # of an elastic rank: those that it has taken, one for each generation
+        self.channels: list[InProcessChannel] = []
+        """Channels that an elastic rank has taken, one for each generation."""
         self.started_for = generation
         self.started_as = rank
         self._opened = 0
@@ -126,11 +127,11 @@ class Seat:
         """The fewest and the most ranks of a job that may change."""
         return self.job.elastic
 
-    async def first(self) -> tuple[Channel, Generation]:
+    async def first(self) -> tuple[InProcessChannel, Generation]:
         """Return the channel of its first generation, and that generation."""
         return await self.next(self.started_for, self.started_as), self.started_for
 
-    async def next(self, generation: Generation, rank: int) -> Channel:
+    async def next(self, generation: Generation, rank: int) -> InProcessChannel:
         """Return the channel of `generation`, in which it is `rank`."""
         return await self.job.connect(self, generation, rank)
 
@@ -142,7 +143,7 @@ class Seat:
     def leave(self) -> None:
         """Its task is killed: the others hear that, and nothing of it any more."""
         for channel in self.channels:
-            channel.fail(_KILLED)
+            channel.kill(_KILLED)
 
 
 def _rank_of(handle: asyncio.Handle) -> object:
@@ -165,23 +166,23 @@ class _RanksJob(Generic[T]):
         self.hub = hub
         self.elastic = elastic
         self._generations = Generations(size, self)
-        self._sessions: dict[int, tuple[Sequence[Channel], asyncio.Future[None]]] = {}
+        self._sessions: dict[int, tuple[Sequence[InProcessChannel], asyncio.Future[None]]] = {}
         self._seats: list[Seat] = []
         self._killed: set[int] = set()
         self._main = main
         self._takes_rank = _takes_rank(main)
         self._story = story
-        self._meetings: list[Sequence[Channel]] = []
+        self._meetings: list[Sequence[InProcessChannel]] = []
         self._tasks: list[asyncio.Task[T]] = []
         self._failed: asyncio.Future[BaseException] | None = None
         self._deadlocks = 0
 
-    def channels(self, number: int) -> Sequence[Channel]:
+    def channels(self, number: int) -> Sequence[InProcessChannel]:
         """Return those of the `number`-th `init` of all ranks, made by the rank that comes first."""
         if number == len(self._meetings):
             self._meetings.append(channels := in_process(self.size))
             for killed in self._killed:
-                channels[killed].fail(_KILLED)
+                channels[killed].kill(_KILLED)
         return self._meetings[number]
 
     async def run(self, timeout: float | None) -> list[T]:
@@ -260,7 +261,7 @@ class _RanksJob(Generic[T]):
             if seat.started_for is generation:
                 self.kill(seat.number)
 
-    async def connect(self, seat: Seat, generation: Generation, rank: int) -> Channel:
+    async def connect(self, seat: Seat, generation: Generation, rank: int) -> InProcessChannel:
         """Return the channel of a rank of a generation, once all its ranks have asked for theirs."""
         if generation.number not in self._sessions:
             raise PeerLost(f"generation {generation.number} was given up", lost=-1)
@@ -288,7 +289,7 @@ class _RanksJob(Generic[T]):
         self._tasks[number].cancel()
         if self.elastic is None:
             for channels in self._meetings:
-                channels[number].fail(_KILLED)
+                channels[number].kill(_KILLED)
             return
         live = len(self._tasks) - len(self._killed)
         if live < self.elastic[0] and self._failed is not None and not self._failed.done():

@@ -41,7 +41,7 @@ async def channels(request: pytest.FixtureRequest) -> AsyncIterator[Channels]:
             joining = (connect(hub.address, rank=r, size=SIZE, hub=None if r else hub) for r in range(SIZE))
             found = await asyncio.gather(*joining)
         else:
-            found = in_process(SIZE)
+            found = [*in_process(SIZE)]
     yield found
     async with asyncio.timeout(20):
         await asyncio.gather(*(channel.aclose() for channel in found))

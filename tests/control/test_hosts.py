@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 
 from aiodist.errors import OperationTimeout
 from aiodist.testing.seams.channel import find_hosts, in_process
 from aiodist.topology import named
-
-if TYPE_CHECKING:
-    from aiodist.testing.seams.channel import Channel
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -71,6 +67,6 @@ async def test_more_ranks_come_at_once_than_the_kernel_keeps(monkeypatch: pytest
 
 
 async def test_a_rank_that_never_comes_is_an_error() -> None:
-    channels: list[Channel] = in_process(2)
+    channels = in_process(2)
     with pytest.raises(OperationTimeout, match=r"rank 1 did not come to 'hosts/contact' within 0\.05 s"):
         await find_hosts(channels[0], 0.05)

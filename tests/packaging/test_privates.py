@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("aiodist", "handles", "streams", "nn")
 
 EXCEPTIONS = {
-    ("aiodist/testing/clock.py", "_turn"): "a Progress that drives its loop in another way",
     # Not ours, though a package of ours has a name like it.
     ("aiodist/backends/gloo/library.py", "_Options"): "torch's, of a process group of gloo",
     ("aiodist/backends/gloo/library.py", "_timeout"): "the same",

@@ -195,6 +195,12 @@ def test_w9_the_same_seed_ends_the_same_beside_other_threads(monkeypatch: pytest
         thread.join()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_w9_all_ranks_name_the_same_of_two_that_are_killed(seed: int) -> None:
+    ends = ended(4, COLLECTIVES * 2, Faults(Fault("kill", 1, 3), Fault("kill", 2, 3)), seed)
+    assert len({tuple(named(end)) for end in ends if end is not None}) == 1
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["delay", "slow", "block"])
 def test_w9_time_goes_by(kind: str) -> None:
