@@ -20,7 +20,7 @@ from aiodist._core import NUMBERS_BYTES, arrived
 from aiodist.backends.base import ours
 from aiodist.backends.shm.memory import move_bytes
 from aiodist.backends.shm.neighbours import Neighbourhood
-from aiodist.backends.shm.peers import NUMBERS, Peer
+from aiodist.backends.shm.peers import NUMBERS, Peer, lost
 from aiodist.backends.shm.records import Box, Envelope, Send, ShmReceive, too_long
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
@@ -143,7 +143,7 @@ class Messages:
             rank = self._unreported.pop(receive.comm, None)
         else:
             rank = receive.src if receive.src in self._gone else None
-        return None if rank is None else self.peers[rank].lost()
+        return None if rank is None else lost(rank)
 
     def _deliver(self, message: Envelope, receive: ShmReceive) -> None:
         if (own := message.own) is not None:
@@ -159,7 +159,7 @@ class Messages:
         if message.data is None:
             peer.receive(receive, message)
             return
-        peer.give_back(message.cost)
+        peer.rings.give_back(message.cost)
         error = too_long(message.nbytes, receive)
         if error is None:
             memmove(receive.into.data_ptr(), message.data, message.nbytes)
@@ -198,7 +198,7 @@ class Messages:
     # --- as a poller ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self._pending or sum([peer.stuck for peer in self._polled])
+        return self._pending or sum([bool(peer.waiting) for peer in self._polled])
 
     @property
     def rings(self) -> bool:
@@ -234,7 +234,7 @@ class Messages:
         """Send waiting data over the sockets, and check for lost ranks; return True if there is a new one."""
         self._passes = 0
         for peer in self._polled:
-            peer.look()
+            peer.neighbour.flush()
         now = perf_counter()
         if now < self._ask_at:
             return False
@@ -256,7 +256,7 @@ class Messages:
             if all(receive.src != ANY for receive in waiting):
                 self._unreported[comm] = peer.rank
         for operation in failed:
-            self.finish(operation, peer.lost())
+            self.finish(operation, lost(peer.rank))
 
     def _work(self) -> None:
         """Copy the remaining bytes of this poll, for one operation after another."""

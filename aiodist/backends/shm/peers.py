@@ -10,6 +10,7 @@ Short messages beyond `CREDIT_BYTES` are sent as long ones.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,11 @@ def short_bytes(members: int) -> int:
     return ring_bytes(members) // 8
 
 
+def lost(rank: int) -> PeerGone:
+    """Return the error of messages to and from a rank whose process has ended."""
+    return PeerGone(f"rank {rank} is gone: its process has ended")
+
+
 class Peer:
     """See the module; everything runs with the transport lock held."""
 
@@ -58,13 +64,14 @@ class Peer:
         self.rank = neighbour.rank
         self._messages = messages
         self._near = near = messages.near
-        self._neighbour = neighbour
+        self.neighbour = neighbour
         self._ring_bytes = ring_bytes(len(near.members))
         at = near.members.index(neighbour.rank) * NUMBERS_BYTES
         self.rings = Rings(memory_of(numbers)[at : at + NUMBERS_BYTES], self._ring_bytes)
         self._short = short_bytes(len(near.members))
         self._piece = max(2 * self._short, 1 << 16)
-        self._waiting: deque[Send | Header] = deque()
+        self.waiting: deque[Send | Header] = deque()
+        """Messages and records that wait for room."""
         self._offered: dict[int, Send] = {}
         """Long messages that the neighbour may still read, also aborted ones."""
         self._staged: deque[Send] = deque()
@@ -80,25 +87,20 @@ class Peer:
     @property
     def idle(self) -> bool:
         """True if no message can advance before the neighbour writes to its ring."""
-        return self.rings.met and not self._waiting and not self._staged
-
-    @property
-    def stuck(self) -> bool:
-        """True if records wait for room."""
-        return bool(self._waiting)
+        return self.rings.met and not self.waiting and not self._staged
 
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, send: Send) -> None:
         """Send a message, after the waiting ones."""
         if self.gone:
-            self._messages.finish(send, self.lost())
-        elif self._waiting or not self._begin(send):
-            self._waiting.append(send)
+            self._messages.finish(send, lost(self.rank))
+        elif self.waiting or not self._begin(send):
+            self.waiting.append(send)
 
     def send_now(self, data: bytearray, comm: int, tag: int) -> bool:
         """Send a short message; return False, with no byte sent, if it would have to wait."""
-        if self._waiting or self.gone or not self._has_credit(len(data)):
+        if self.waiting or self.gone or not self._has_credit(len(data)):
             return False
         try:
             return self._put_short(comm, tag, len(data), data)
@@ -148,7 +150,7 @@ class Peer:
         if not self.rings.is_open:
             self._open_ring()
         # The descriptor of a new segment must be sent before the record is visible.
-        return self._neighbour.flush() and self.rings.put(*record)
+        return self.neighbour.flush() and self.rings.put(*record)
 
     def _open_ring(self) -> None:
         ring = self._near.arena.empty((self._ring_bytes,), torch.uint8)
@@ -159,23 +161,23 @@ class Peer:
     def _meet(self) -> bool:
         """Return True if the neighbour's numbers are known."""
         if not self.rings.met:
-            self._neighbour.listen()
-            if (place := self._neighbour.places.get(NUMBERS)) is None:
+            self.neighbour.listen()
+            if (place := self.neighbour.places.get(NUMBERS)) is None:
                 return False
             at = place.offset + self._near.members.index(self._near.rank) * NUMBERS_BYTES
-            self.rings.meet(memory_of(self._neighbour.memory(Place(place.segment, at), NUMBERS_BYTES)))
+            self.rings.meet(memory_of(self.neighbour.memory(Place(place.segment, at), NUMBERS_BYTES)))
         return True
 
     def _ring(self) -> None:
         if self._meet():
-            self._neighbour.ring()
+            self.neighbour.ring()
 
     def _say(self, kind: int, number: int, place: tuple[int, int] = (-1, 0), nbytes: int = 0) -> None:
         record = Header(kind, 0, 0, number, nbytes, *place)
         if self.gone:
             return
-        if self._waiting or not self._put(record):
-            self._waiting.append(record)
+        if self.waiting or not self._put(record):
+            self.waiting.append(record)
 
     def _put(self, record: Header) -> bool:
         try:
@@ -194,31 +196,28 @@ class Peer:
         if not self.rings.met and not self._meet():
             return False
         moved = self.rings.arrived and self._read()
-        while self._waiting:
-            first = self._waiting[0]
+        while self.waiting:
+            first = self.waiting[0]
             if not (self._put(first) if isinstance(first, Header) else self._begin(first)):
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             moved = True
         if self._staged:
             moved = self._fill() or moved
         return moved
 
-    def look(self) -> None:
-        self._neighbour.flush()
-
     def is_gone(self, now: float) -> bool:
         """Return True if its process ended some time ago, and all its records are read."""
-        if not self._neighbour.is_cut:
+        if not self.neighbour.is_cut:
             return False
         self._cut_at = self._cut_at or now
-        self._neighbour.listen()
+        self.neighbour.listen()
         return now - self._cut_at > _GONE_SECONDS and not self.rings.arrived
 
     def _read(self) -> bool:
         messages, rings = self._messages, self.rings
         if not rings.is_mapped:
-            rings.map(memory_of(self._neighbour.memory(Place(rings.segment, rings.offset), self._ring_bytes)))
+            rings.map(memory_of(self.neighbour.memory(Place(rings.segment, rings.offset), self._ring_bytes)))
         crowded = rings.fill > self._ring_bytes // 2
         moved = False
         while messages.budget > 0:
@@ -248,7 +247,7 @@ class Peer:
         if box is not None and receive is None:
             box.keep(Envelope(self.rank, tag, size, self.rings.data(), cost=size + _RECORD_BYTES))
             return None
-        self.give_back(size + _RECORD_BYTES)
+        self.rings.give_back(size + _RECORD_BYTES)
         if receive is None:
             return None
         error = too_long(size, receive)
@@ -258,10 +257,6 @@ class Peer:
             except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
                 return receive, ours(raised)
         return receive, error
-
-    def give_back(self, cost: int) -> None:
-        """Return the credit of a received short message to its sender."""
-        self.rings.give_back(cost)
 
     def _heard(self, record: Header) -> tuple[Send | ShmReceive, BaseException | None] | None:
         number = record.number
@@ -280,7 +275,12 @@ class Peer:
         elif record.kind == _WITHDRAWN:
             return self._withdrawn(number)
         elif record.kind == _REFUSED:
-            return self._refused(number)
+            send = self._offered.pop(number, None)
+            if send is None:
+                return None
+            self._stop(send)
+            self._say(_PUT, number)  # this rank no longer writes to the receiver's memory
+            return send, BackendError(f"rank {self.rank} has refused a message of {send.t.nbytes} bytes")
         return None
 
     # --- long messages, at their receiver ------------------------------------------------------------------------
@@ -299,13 +299,6 @@ class Peer:
 
     def receive(self, receive: ShmReceive, message: Envelope) -> None:
         """Receive the bytes of a long message."""
-        try:
-            self._get(receive, message)
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
-            self._say(_REFUSED, message.number)
-            self._messages.finish(receive, ours(error))
-
-    def _get(self, receive: ShmReceive, message: Envelope) -> None:
         messages, nbytes, number = self._messages, message.nbytes, message.number
         receive.nbytes = nbytes
         error: BaseException | None = too_long(nbytes, receive)
@@ -313,26 +306,29 @@ class Peer:
             self._say(_GOT, number)
             messages.finish(receive, error)
             return
-        source: Tensor | None = None
-        if message.place is not None:
-            source = self._neighbour.memory(message.place, nbytes)
-        if nbytes >= LARGE_BYTES:
-            receive.done = messages.progress.counted(receive.done)
-        if source is None:
-            self._brought[number] = receive
-            self._say(_WANTED, number, self._near.locate(receive.into) or (-1, 0))
-        else:
-            self._fetched[number] = receive
-            messages.copy(receive, receive.into, source, nbytes, lambda: self._got(number))
+        try:
+            source = None if message.place is None else self.neighbour.memory(message.place, nbytes)
+            if nbytes >= LARGE_BYTES:
+                receive.done = messages.progress.counted(receive.done)
+            if source is None:
+                self._brought[number] = receive
+                self._say(_WANTED, number, self._near.locate(receive.into) or (-1, 0))
+            else:
+                self._fetched[number] = receive
+                messages.copy(receive, receive.into, source, nbytes, partial(self._copied, self._fetched, number))
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
+            self._say(_REFUSED, number)
+            messages.finish(receive, ours(raised))
 
-    def _got(self, number: int) -> None:
-        self._say(_GOT, number)
-        self._messages.finish(self._fetched.pop(number), None)
+    def _copied(self, table: dict[int, Send] | dict[int, ShmReceive], number: int) -> None:
+        """Finish the long message `number` of a table: this rank has copied all its bytes."""
+        self._say(_PUT if table is self._offered else _GOT, number)
+        self._messages.finish(table.pop(number), None)
 
     def _drain(self, record: Header) -> tuple[ShmReceive, None] | None:
         receive = self._brought.get(record.number)
         if receive is not None:
-            piece = self._neighbour.memory(Place(record.place, record.extra), record.nbytes)
+            piece = self.neighbour.memory(Place(record.place, record.extra), record.nbytes)
             move_bytes(receive.into.data_ptr() + receive.moved, piece.data_ptr(), record.nbytes)
             receive.moved += record.nbytes
             self._messages.budget -= record.nbytes
@@ -368,22 +364,17 @@ class Peer:
             self._staged.append(send)
             return
         try:
-            target = self._neighbour.memory(place, nbytes)
+            target = self.neighbour.memory(place, nbytes)
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
             self._withdraw(send, ours(error))
         else:
-            self._messages.copy(send, target, send.t, nbytes, lambda: self._pushed(send))
-
-    def _pushed(self, send: Send) -> None:
-        del self._offered[send.number]
-        self._say(_PUT, send.number)
-        self._messages.finish(send, None)
+            self._messages.copy(send, target, send.t, nbytes, partial(self._copied, self._offered, send.number))
 
     def _fill(self) -> bool:
         """Copy chunks to the stage, as far as the neighbour has drained it."""
         messages = self._messages
         moved = False
-        while self._staged and messages.budget > 0 and not self._waiting:
+        while self._staged and messages.budget > 0 and not self.waiting:
             if self._filled - self.rings.drained >= _PIECES:
                 break
             send = self._staged[0]
@@ -410,14 +401,6 @@ class Peer:
                 messages.finish(send, None)
         return moved
 
-    def _refused(self, number: int) -> tuple[Send, BaseException] | None:
-        send = self._offered.pop(number, None)
-        if send is None:
-            return None
-        self._stop(send)
-        self._say(_PUT, number)  # this rank no longer writes to the receiver's memory
-        return send, BackendError(f"rank {self.rank} has refused a message of {send.t.nbytes} bytes")
-
     def _withdraw(self, send: Send, error: BaseException) -> None:
         """Abort a send; its memory is kept until the neighbour no longer reads it."""
         self._stop(send)
@@ -431,20 +414,16 @@ class Peer:
 
     # --- after the loss of the rank ----------------------------------------------------------------------------------
 
-    def lost(self) -> BackendError:
-        """Return the error of messages to and from it."""
-        return PeerGone(f"rank {self.rank} is gone: its process has ended")
-
     def end(self) -> list[Send | ShmReceive]:
         """Stop after the loss of the rank: return the pending operations, and forget its announced messages."""
         self.gone = True
         for box in self._messages.boxes.values():
             box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
-        pending: list[Send | ShmReceive] = [one for one in self._waiting if isinstance(one, Send)]
+        pending: list[Send | ShmReceive] = [one for one in self.waiting if isinstance(one, Send)]
         pending += [*self._offered.values(), *self._brought.values(), *self._fetched.values()]
         for operation in pending:
             self._messages.stop(operation)
-        for held in (self._waiting, self._staged, self._offered, self._brought, self._fetched):
+        for held in (self.waiting, self._staged, self._offered, self._brought, self._fetched):
             held.clear()
         return pending
 
@@ -455,12 +434,12 @@ class Peer:
         if message.data is None:
             self._say(_REFUSED, message.number)
         else:
-            self.give_back(message.cost)
+            self.rings.give_back(message.cost)
 
     def abort(self, comm: int | None, error: BaseException) -> None:
         """End the pending operations of a communicator, or of all."""
-        for waiting in [one for one in self._waiting if isinstance(one, Send) and comm in (None, one.comm)]:
-            self._waiting.remove(waiting)
+        for waiting in [one for one in self.waiting if isinstance(one, Send) and comm in (None, one.comm)]:
+            self.waiting.remove(waiting)
             self._messages.finish(waiting, error)
         for send in [one for one in self._offered.values() if comm in (None, one.comm)]:
             self._withdraw(send, error)
