@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
-    """A group of ranks that communicate; get the first one from `aiodist.init`, `aiodist.open` or `aiodist.start`.
+    """A group of ranks that communicate. Get the first one from `aiodist.init`, `aiodist.open` or `aiodist.start`.
 
     | call | returns | writes |
     |---|---|---|
@@ -57,23 +57,23 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     print(coll.rank, t[0])
     ```
 
-    Every rank calls the same collectives in the same order, with the same arguments; tensors and sizes may differ where
-    a call says so. Tensors are dense, contiguous, and on the CPU or a CUDA device. They have any shape, 0 elements too,
-    unless a call names one. `timeout` is in seconds from the call. `impl` names an implementation; "auto" chooses by
-    the table of `selector`.
+    Every rank calls the same collectives in the same order, with the same arguments. The docstring of a call says which
+    tensors and sizes may differ. Tensors are dense, contiguous, and on the CPU or a CUDA device. Tensors have any
+    shape, also with 0 elements, unless a call names one. `timeout` is in seconds from the call. `impl` names an
+    implementation; "auto" chooses by the table of `selector`.
 
     `name` frees a collective from the order: the k-th call with a name matches the k-th call with that name on the
-    other ranks. So several tasks can share a communicator, each with names of its own. Use few names, again and again:
-    a communicator keeps about 5 KB for each and takes 65,535. They work for tensors on the CPU, and not with
+    other ranks. So several tasks can share a communicator, each with separate names. Use few names, again and again: a
+    communicator keeps about 5 KB for each and takes 65,535. Names work for tensors on the CPU, but not with
     `impl="mpi"` or "gloo". A call raises ValueError while the last operation of its name is in flight on this rank. A
-    `MismatchError` of a name writes nothing, and the name stays usable. A name costs a comparison of all ranks, log2(p)
-    messages of 9 bytes, and at its first use a question to rank 0. `seq` of the handle counts the uses of the name.
+    `MismatchError` of a name writes nothing. The name stays usable. A name costs a comparison of all ranks: log2(p)
+    messages of 9 bytes. The first use also asks rank 0. `seq` of the handle counts the uses of the name.
 
-    A communicator belongs to the event loop it was opened on. Call it on the thread of that loop; one made by
-    `dup(thread=True)`, `init(thread=True)` or `start` may be called on other threads too.
+    A communicator belongs to the event loop that opened it, and is called on the thread of that loop. Other threads may
+    call a communicator made by `dup(thread=True)`, `init(thread=True)` or `start` too.
 
     Raises:
-        TypeError: at the call, for arguments of a wrong type; nothing has been sent.
+        TypeError: at the call, for arguments of a wrong type. Nothing has been sent.
         ValueError: at the call, for arguments of a wrong value.
         BufferInFlight: at the call, if another operation uses the tensor.
         RuntimeError: at the call, on another thread or event loop.
@@ -81,12 +81,12 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         CommunicatorAborted: at the call or on await, after the communicator was aborted.
         MismatchError: on await, if the ranks called different operations.
         PeerError: on await, if a rank was lost or failed.
-        OperationTimeout: on await, after `timeout` seconds; the operation continues.
+        OperationTimeout: on await, after `timeout` seconds. The operation continues.
         BackendError: on await, for an error that a library reports.
 
-    The calls below list only what they raise in addition. In their costs p is the number of ranks and n the bytes of a
-    rank's tensor. Costs are those of messages, per rank. Within a host shared memory replaces messages; between hosts
-    every rank, or the first of each host, takes part for its host (see the page Algorithms).
+    The docstrings below list only further errors. In the costs, p is the number of ranks and n the bytes of a rank's
+    tensor. Costs are those of messages, per rank. Within a host shared memory replaces messages. Between hosts every
+    rank, or the first of each host, takes part for its host (see the page Algorithms).
     """
 
     _registry: Registry[Communicator]
@@ -94,12 +94,12 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     # --- other communicators --------------------------------------------------------------------------------
 
     def shrink(self, *, timeout: float | None = None) -> Handle[Communicator]:
-        """Return the world of the ranks that are alive, after all of them have called this; they keep their order.
+        """Return the world of the live ranks, in their order, after all of them have made this call.
 
         For an elastic world (`init(elastic=True)`), after a rank was lost. If no rank was lost, the call aborts the
-        world on all ranks, and they call it too. From the call on, this world and everything made of it raise
-        CommunicatorAborted. The output of an operation that raised PeerLost is unspecified. If another rank dies
-        meanwhile, it starts again with the others. Cancelling the await changes nothing.
+        world on all ranks, which then make this call too. From the call on, this world and all communicators made of
+        this world raise CommunicatorAborted. The output of an operation that raised PeerLost is unspecified. If another
+        rank dies meanwhile, the call starts again with the others. Cancelling the await changes nothing.
 
         Raises ConfigError unless the world is elastic; CommunicatorError for a part of the world, and during another
         `shrink` or `grow`; CommunicatorAborted for a world that was shrunk already; on await OperationTimeout with the
@@ -110,9 +110,9 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         return self._registry.regroup(self, 0, timeout)
 
     def grow(self, n: int = 1, *, timeout: float | None = None) -> Handle[Communicator]:
-        """Return the world of these ranks and `n` new ones after them, when all of these have called this.
+        """Return the world of these ranks and `n` new ones, when all of these ranks have made this call.
 
-        The launcher starts the same program `n` times more; there `init(elastic=True)` returns the new world, with a
+        The launcher starts the same program `n` times more. There `init(elastic=True)` returns the new world, with a
         `generation` above 0. It begins after all collectives issued here have finished; messages that were not received
         are lost. From then on this world raises CommunicatorAborted, as after `shrink`.
 
@@ -127,22 +127,22 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         return self._registry.regroup(self, n, timeout)
 
     def dup(self, *, thread: bool = False) -> Handle[Communicator]:
-        """Make a communicator of the same ranks whose operations are separate from this one's.
+        """Make a communicator of the same ranks with separate operations.
 
         Use one for a task that communicates often: two tasks that call the same communicator would interleave
-        differently on each rank. Every rank calls it. It begins after the operations in flight here, except messages
-        and named operations.
+        differently on each rank. Every rank makes this call. The call begins after the operations in flight here,
+        except messages and named operations.
 
         Args:
-            thread: True lets other threads call its collectives and messages of CPU tensors and objects, and `wait()`
-                for them, while the event loop is blocked too. One thread calls at a time, and all ranks see the order
-                of the calls. Making and closing communicators stays on the thread of the event loop.
+            thread: True lets other threads call collectives and messages of CPU tensors and objects. Threads may
+                `wait()` for these even while the event loop is blocked. One thread calls at a time. All ranks see the
+                order of the calls. Making and closing communicators stays on the thread of the event loop.
 
         Returns:
-            The new communicator; close it with `aclose()`, or it is closed with the world.
+            The new communicator. Without `aclose()`, the world closes the communicator.
 
         Raises:
-            RuntimeError: with `thread=True`, in the later of two calls at the same time; it names both.
+            RuntimeError: with `thread=True`, in the later of two calls at the same time. The error names both threads.
 
         Example:
             ```python
@@ -153,21 +153,21 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
             await metrics.aclose()
             ```
 
-        Cost: what the library takes to make one, milliseconds.
+        Cost: the library's time for a new communicator, milliseconds.
         """
         return self._registry.derive(self, "dup", range(self.size), thread=thread)
 
     def group(self, ranks: Sequence[int]) -> Handle[Communicator]:
         """Make a communicator of some ranks, in the order given.
 
-        Every rank of this communicator calls it with the same list. Calling it again with the same ranks returns the
-        same communicator, until it is closed.
+        Every rank of this communicator makes this call with the same list. A second call with the same ranks returns
+        the same communicator, until that communicator is closed.
 
         Args:
-            ranks: the ranks of this communicator that belong to it; rank `ranks[i]` becomes rank i.
+            ranks: ranks of this communicator. Rank `ranks[i]` becomes rank i.
 
         Returns:
-            The new communicator. Outside of the group its `rank` is -1, and every call of it raises.
+            The new communicator. Outside of the group `rank` is -1 and every call raises.
 
         Raises:
             ValueError: if a rank is out of range or occurs twice, or there is none.
@@ -189,14 +189,16 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     def split(self, color: int | None = 0, key: int | None = None) -> Handle[Communicator]:
         """Make a communicator of the ranks that give the same color.
 
-        Every rank calls it. Calling it again returns the same communicator for the same ranks, until it is closed.
+        Every rank makes this call. A second call returns the same communicator for the same ranks, until that
+        communicator is closed.
 
         Args:
             color: ranks with the same color form a communicator; None takes part in none.
-            key: the order of the ranks in it; equal keys are ordered by rank. None is this rank's number.
+            key: the order of the ranks in the new communicator. Equal keys are ordered by rank. None is this rank's
+                number.
 
         Returns:
-            The new communicator. With `color=None` its `rank` is -1, and every call of it raises.
+            The new communicator. With `color=None` the result has `rank` -1, and its calls raise.
 
         Raises:
             TypeError: if `color` or `key` is neither an int nor None.
@@ -217,16 +219,16 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         """Return communicators of groups within groups: a level for each of `keys`, or by host (see `levels`).
 
         Level 0 is this communicator. Each level splits every group of the level above: equal keys form a group, keys
-        sort as strings, ranks in a group by their rank here. A level has a communicator within each group, and one
-        across the groups that are in the same group of the level above. `form` is how these are linked: "cartesian"
-        links the k-th rank of each group with the k-th of the others, "tree" the first ranks; None is cartesian for
-        groups of equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a RuntimeWarning on
-        rank 0, and `Level.form` says so.
+        sort as strings, ranks in a group by their rank here. A level has a communicator within each group. Another one
+        joins the groups inside one group of the level above. `form` is the link of these groups: "cartesian" links the
+        k-th rank of each group with the k-th of the others, "tree" the first ranks; None is cartesian for groups of
+        equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a RuntimeWarning on rank 0 and
+        the value of `Level.form`.
 
-        Every rank calls it with as many keys and the same `form`; it begins after the operations in flight here. The
-        communicators are made once for the same ranks, as those of `group`, and shared with it. Raises `MismatchError`
-        on await if ranks differ, TypeError for a key that is no str. Cost: the keys of all ranks to all, then at most
-        two communicators a level.
+        Every rank makes this call with as many keys and the same `form`. The call begins after the operations in flight
+        here. The communicators are made once for the same ranks and shared with `group`. Raises `MismatchError` on
+        await if ranks differ, TypeError for a key that is no str. Cost: the keys of all ranks to all, then at most two
+        communicators a level.
         """
         return _build(self, keys, form)
 
@@ -243,14 +245,14 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
 
     @located
     async def aclose(self) -> None:
-        """Close it on all ranks: wait for the operations in flight, at most 30 s, then release it.
+        """Close the communicator on all ranks: wait for the operations in flight, at most 30 s, then release all.
 
-        Every rank calls it. Receives that matched nothing are withdrawn, with a `ResourceWarning`; a message that no
-        rank received is a `RuntimeWarning`. After 30 s it raises `OperationTimeout`, which names the pending
-        operations, and aborts the communicator. So does a task that is cancelled while it closes, on all ranks. A
-        second call waits for the first.
+        Every rank makes this call. Receives that matched nothing are withdrawn, with a `ResourceWarning`. A message
+        that no rank received is a `RuntimeWarning`. After 30 s the call raises `OperationTimeout` with the pending
+        operations, and aborts the communicator. The cancellation of a closing task aborts the communicator on all ranks
+        too. A second call waits for the first.
 
-        The close of a world of `aiodist.open` ends everything that was made from it, like the end of the block of
+        The close of a world of `aiodist.open` ends all communicators made from that world, like the end of the block of
         `aiodist.init`.
         """
         if not isinstance(self._dispatcher.lifetime.refusal, RuntimeError):  # in a forked child no loop runs
@@ -265,7 +267,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         return shown(super().__dir__())
 
     def __deepcopy__(self, memo: object) -> Communicator:
-        """Return itself: a copy of a module communicates with the same ranks."""
+        """Return this communicator: a copy of a module communicates with the same ranks."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -279,9 +281,9 @@ class Level:
     number: int
     """Number of the level; 0 is the whole communicator."""
     key: str
-    """Key of this rank's group; "" at level 0."""
+    """Key of this rank's group, or "" at level 0."""
     groups: tuple[Group, ...]
-    """All groups of the level, as ranks of the hierarchy's communicator; see `Levels` for their order."""
+    """All groups of the level, as ranks of the hierarchy's communicator. See `Levels` for their order."""
     form: Form
     """Form of the links between the groups of the same parent: "cartesian" or "tree"."""
     intra: Communicator
@@ -297,10 +299,10 @@ class Level:
 
 
 class Hierarchy(Sequence[Level]):
-    """The levels of a communicator, from 0, the whole, to the last; get one from `Communicator.hierarchy`.
+    """The levels of a communicator, from 0, the whole, to the last. Get one from `Communicator.hierarchy`.
 
-    It is immutable: `below` returns another one, which shares the communicators. These are closed with the hierarchy's
-    communicator, or separately; a later call makes closed ones again. `print` shows all levels.
+    A hierarchy is immutable: `below` returns another one, which shares the communicators. These are closed with the
+    hierarchy's communicator, or separately; a later call makes closed ones again. `print` shows all levels.
     """
 
     def __init__(self, comm: Communicator, name: str, groups: Levels, levels: Sequence[Level]) -> None:
@@ -311,7 +313,7 @@ class Hierarchy(Sequence[Level]):
 
     @property
     def comm(self) -> Communicator:
-        """Communicator of its ranks."""
+        """Communicator of the ranks of the hierarchy."""
         return self._comm
 
     @property
@@ -333,10 +335,10 @@ class Hierarchy(Sequence[Level]):
     def span(self, outer: int = -2, inner: int = -1) -> Handle[Communicator]:
         """Return a communicator of my group at level `outer`, whose own level has the groups at `inner`.
 
-        Its collectives run among all ranks of one group at `outer`; hierarchical ones run first within the groups at
-        `inner`, then between these, across any levels between. Its `levels` are these two, and its `hierarchy()` has
-        communicators within the groups and across them. The default is the last two levels. Data-parallel groups inside
-        a parameter server:
+        Collectives of the span run among all ranks of one group at `outer`. Hierarchical collectives run first within
+        the groups at `inner`, then between these groups, across any levels between. `levels` of the span are these two.
+        `hierarchy()` of the span has communicators within the groups and across the groups. The default is the last two
+        levels. Data-parallel groups inside a parameter server:
 
             h = await coll.hierarchy(str(coll.rank // 8), str(coll.node))
             net = await aiodist.nn.DataParallel.create(Net(), await h.span(1, 2))   # gradients: 8 ranks, by host
@@ -407,7 +409,7 @@ def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]
 
     async def join(name: str, table: list[Asked]) -> Hierarchy:
         groups = Levels(comm.size, comm.rank, agree(comm.name, table))
-        # All ranks make these communicators in the same order; the groups of one level are disjoint.
+        # All ranks make these communicators in the same order. The groups of one level are disjoint.
         levels = [await _level(comm, name, groups, number) for number in range(groups.depth + 1)]
         if comm.rank == 0 and (fallen := groups.fallen(since)):
             message = f"{name} is linked as a tree, not cartesian as requested: {'; '.join(fallen)}"

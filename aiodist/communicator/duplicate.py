@@ -1,4 +1,4 @@
-"""A duplicate of a communicator, for an object that is built on it."""
+"""A duplicate of a communicator, for an object that uses the communicator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiodist.handles import internals
 
 
 async def duplicate(coll: Communicator) -> Communicator:
-    """Return a duplicate; a cancellation aborts it on all ranks, since they would wait for this one."""
+    """Return a duplicate; a cancellation aborts the duplicate on all ranks, which would wait for this rank."""
     made = coll.dup()
     try:
         return await made

@@ -37,7 +37,7 @@ _COLLECTIVES = {
     **{name: name.removesuffix("v") for name in ("allgatherv", "alltoallv", "gatherv", "scatterv")},
     "scatter": "scatter",
 }
-"""MPI's names in lower case, and ours."""
+"""Names of MPI in lower case, and of aiodist."""
 _MPI = {
     **{name.capitalize(): use for name, use in _COLLECTIVES.items()},
     **{f"I{name}": use for name, use in _COLLECTIVES.items()},

@@ -6,40 +6,43 @@ from typing import Any, NamedTuple
 
 
 class PendingOp(NamedTuple):
-    """A pending operation, and its needs from other ranks."""
+    """A pending operation, with its needs from other ranks."""
 
     comm: str
     text: str
-    """The operation, with the line that issued it and its communicator, or the user's call that it is a part of."""
+    """The operation with its calling line and communicator, or the user's call of which the operation is a part."""
     number: int
-    """Its number on its communicator; for a named one, the count of earlier uses of the name."""
+    """Number on the communicator, or the count of earlier uses of the name."""
     name: str
     """Name of a named operation, else ""."""
     peers: list[int]
-    """World ranks whose message could end it, one is enough; empty if it needs all ranks."""
+    """World ranks of which one message is enough to end the operation (empty if all ranks are needed)."""
     call: str = ""
-    """The user's call that it is a part of, such as "net.step"; "" if the user issued it."""
+    """The user's call with this operation as a part, such as "net.step", or "" if the user issued the operation."""
     kept: bool = False
     """True for a send that ends only after a receive has matched it, as all large sends."""
 
 
 class CommFacts(NamedTuple):
-    """The state of one communicator on this rank. It has lists of pairs, since JSON keys of dicts are strings."""
+    """The state of one communicator on this rank.
+
+    The facts have lists of pairs, since JSON keys of dicts are strings.
+    """
 
     name: str
     ranks: list[int]
-    """Its world ranks."""
+    """World ranks of the communicator."""
     issued: int
     """Number of collectives that this rank has issued."""
     names: list[list[Any]]
     """Number of uses of each name."""
     sent: list[list[int]]
-    """Numbers of messages sent to each other rank, and received from each."""
+    """Numbers of messages to and from each other rank."""
     heard: list[list[int]]
     messages: int
     """Number of messages that this rank has issued, both ways."""
     kept: list[list[int]]
-    """Numbers of synchronous messages to each other rank that have ended: each was matched by a receive."""
+    """Numbers of synchronous messages to each other rank that have ended, each matched by a receive."""
     matched: list[list[int]]
     """Numbers of such messages from each rank that this rank's receives have matched."""
 

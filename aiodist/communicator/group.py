@@ -28,9 +28,9 @@ CAUSE = 0.8
 class WaitingCall:
     """Waits of the ranks for one another.
 
-    In a collective each rank waits for the last one from its own arrival. A wait shorter than the error of the clocks
-    does not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message has
-    arrived. Such a wait does not count if it is below a millisecond.
+    In a collective each rank waits from its own arrival to that of the last rank. A wait shorter than the error of the
+    clocks does not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message
+    has arrived. Waits below a millisecond do not count.
     """
 
     seconds: tuple[float, ...]
@@ -44,7 +44,7 @@ class WaitingCall:
 
     @property
     def cause(self) -> int | None:
-        """Rank that caused at least 80 % of the waits; None if no rank did."""
+        """Rank that caused at least 80 % of the waits, or None if no rank did."""
         most = CAUSE * sum(self.seconds)
         return next((rank for rank, waited in enumerate(self.seconds) if waited >= most > 0), None)
 
@@ -60,11 +60,11 @@ class CommunicatorStatistics:
     arena_bytes: int
     """Bytes of tensors in the arena that this rank gave to collectives in the host's shared memory."""
     ordinary_bytes: int
-    """Bytes of other tensors, and of tensors up to 32 KiB, which are copied for the other ranks."""
+    """Bytes of tensors that are copied for the other ranks: tensors outside the arena, and those up to 32 KiB."""
     named: int
     """Number of collectives issued with `name=`, which are not in `collectives`."""
     waited: WaitingCall | None = None
-    """Waits of the ranks for one another, up to a second ago; None without `init(stragglers=True)`."""
+    """Waits of the ranks for one another, up to a second ago, or None without `init(stragglers=True)`."""
 
 
 class Keeper(Protocol):
@@ -76,11 +76,11 @@ class Keeper(Protocol):
     waited: dict[str, WaitingCall]
 
     def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
-        """Edit the tables of `comm` and of its descendants; return the handle of the comparison."""
+        """Edit the tables of `comm` and of its descendants. Return the handle of the comparison."""
 
 
 class Group:
-    """A group of ranks, and this rank's place in it."""
+    """A group of ranks, with the place of this rank."""
 
     def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Keeper) -> None:
         self._dispatcher = dispatcher
@@ -98,7 +98,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0; -1 outside of the group."""
+        """Number of this process, from 0, or -1 outside of the group."""
         return self._transport.rank
 
     @property
@@ -113,7 +113,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Name in error messages: "world", or a path below it."""
+        """Name in error messages: "world", or a path below "world"."""
         return self._dispatcher.name
 
     @property
@@ -123,7 +123,7 @@ class Group:
 
     @property
     def previous(self) -> tuple[int | None, ...]:
-        """For each rank its rank in the world before the last `shrink` or `grow`; None for a rank that joined."""
+        """Rank of each rank before the last `shrink` or `grow`, or None for a rank that joined."""
         before = self._registry.generation.previous
         return tuple([before[rank] for rank in self._dispatcher.ranks])
 
@@ -139,7 +139,7 @@ class Group:
 
     @property
     def topology(self) -> Topology:
-        """Hosts of the ranks, and connections of their GPUs; `print` shows it."""
+        """Hosts of the ranks and connections of their GPUs, which `print` shows."""
         if self._topology is None:
             self._dispatcher.check_usable()
         assert self._topology is not None
@@ -147,9 +147,9 @@ class Group:
 
     @property
     def levels(self) -> Levels:
-        """Groups of the ranks: of `init(levels=)` or of a span, by default of the hosts; `print` shows them.
+        """Groups of the ranks: of `init(levels=)` or of a span, by default of the hosts. `print` shows the groups.
 
-        The ranks of a `dup`, `group` or `split` have the groups that they have here.
+        The ranks of a `dup`, `group` or `split` keep their groups.
         """
         if self._levels is not None:
             return self._levels
@@ -195,18 +195,18 @@ class Group:
 
     @property
     def selector(self) -> Selector:
-        """Table of implementations by operation and size: `print` shows it, `set` edits it."""
+        """Table of implementations by operation and size: `print` shows the table, and `set` edits the table."""
         return self._selector
 
     def availability(self) -> Availability:
-        """Return, for each operation, implementation and device, whether it is available here, and if not, why.
+        """Return the availability of each operation, implementation and device, with the reason if one is missing.
 
-        Local; `print` shows it.
+        Local. `print` shows the result.
         """
         return self._repertoire.availability()
 
     def statistics(self) -> CommunicatorStatistics:
-        """Return the numbers of operations, and of bytes with and without copies; local."""
+        """Return the numbers of operations, and of bytes with and without copies. Local."""
         within = self._repertoire.within
         submitted = (0, 0) if within is None else within.submitted_bytes
         return CommunicatorStatistics(

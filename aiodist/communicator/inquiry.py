@@ -1,8 +1,8 @@
 """Inquiries: ranks ask one another for their state; the control channel answers even if a main thread is blocked.
 
-A rank answers with its last operation, the operations that it waits in, and the current lines of its program. It
-answers twice: immediately from the listener thread, and from its loop when that runs. So the asking rank can
-distinguish a busy rank (only the first answer) from one that is stopped or holds the GIL (no answer).
+The answer of a rank has its last operation, its waits, and the current lines of its program. Each rank answers twice:
+immediately from the listener thread, and later from its loop. So the asking rank can distinguish a busy rank (only the
+first answer) from one that is stopped or holds the GIL (no answer).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Wait(NamedTuple):
     """An operation that a rank waits in."""
 
     what: str
-    """The operation, with the line that issued it."""
+    """The operation, with its calling line."""
     seconds: float
     """Duration of the wait, to a tenth of a second."""
     ranks: list[int]
-    """World ranks that it waits for, as far as known."""
+    """World ranks that the wait is for, as far as known."""
 
     def __str__(self) -> str:
         whom = f"for {name_ranks(self.ranks)} " if self.ranks else ""
@@ -41,9 +41,9 @@ class Whereabouts(NamedTuple):
     """The state of a rank, sent as a list."""
 
     last: str
-    """Its last collective on the communicator."""
+    """Last collective of the rank on the communicator."""
     lines: list[str]
-    """Lines at which its tasks are suspended, or the current line of its loop's thread."""
+    """Lines of the suspended tasks, or the current line of the loop's thread."""
     waits: list[Wait]
 
     @classmethod
@@ -53,7 +53,7 @@ class Whereabouts(NamedTuple):
         return cls(last, lines, [Wait(*wait) for wait in waits])
 
     def text(self, *, loop_answers: bool | None) -> str:
-        """Return it as text; `loop_answers` is None if that is not known yet."""
+        """Return the text of the state. `loop_answers` is None if the loop may still answer."""
         parts = [self.last, *map(str, self.waits)]
         if loop_answers is not None:
             parts.append(f"its loop {'answers' if loop_answers else 'does not answer'}")
@@ -65,7 +65,7 @@ class Whereabouts(NamedTuple):
 
 @dataclass(eq=False)
 class _RankEntry:
-    """Questions to one rank, and its answers."""
+    """Questions to one rank, with the answers."""
 
     number: int = 0
     """Number of the last question."""
@@ -73,11 +73,11 @@ class _RankEntry:
     answered: float = -inf
     answer: Whereabouts = Whereabouts("", [], [])  # noqa: RUF009  - it is never changed
     answer_to: int = 0
-    """Number of the answered question; -1 for an unsolicited state."""
+    """Number of the answered question, or -1 for an unsolicited state."""
     loop_answer_to: int = 0
 
     def loop_answers(self, now: float) -> bool | None:
-        """Return True if its loop answers, None if that is not known."""
+        """Return True if the loop of the rank answers, None if the loop may still answer."""
         if self.answer_to < 0:
             return None
         if self.answer_to <= self.loop_answer_to:
@@ -86,13 +86,13 @@ class _RankEntry:
 
 
 class Inquiry:
-    """One rank's questions to the others, and its answers. Times are those of the loop's clock.
+    """Questions and answers of one rank. Times are those of the loop's clock.
 
     Messages arrive on the control channel's listener thread, which replaces one reference at a time.
     """
 
     def __init__(self, channel: Channel, progress: Progress, here: Callable[[str, bool], Whereabouts]) -> None:
-        """`here(comm, on_loop)` returns this rank's state; it is called on the loop's thread or on the listener's."""
+        """`here(comm, on_loop)`, called on the loop's thread or on the listener's, returns this rank's state."""
         self.channel = channel
         self.reported = -inf
         """Time of the last report of any rank."""
@@ -136,7 +136,7 @@ class Inquiry:
         self.channel.broadcast(_TOPIC, ["report", "", 0])
 
     def answer(self, rank: int, since: float) -> Whereabouts | None:
-        """Return the answer of `rank`, if it is not older than `since`."""
+        """Return the answer of `rank` since the time `since`."""
         entry = self._entries.get(rank)
         return entry.answer if entry is not None and entry.answered >= since else None
 
@@ -146,7 +146,7 @@ class Inquiry:
         return entry is not None and entry.answered < entry.asked <= self.now() - _ANSWER_SECONDS
 
     def text(self, rank: int, since: float) -> str | None:
-        """Return the state of `rank` as text; None if nothing is known since `since`."""
+        """Return the state of `rank` as text, or None if nothing is known since `since`."""
         left = self.channel.exits().get(rank)
         if left is not None:
             return f"has left: {left.cause}"

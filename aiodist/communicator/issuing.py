@@ -7,11 +7,11 @@ from types import TracebackType
 
 
 class Issuing:
-    """Allows one issuing thread at a time: a call of another thread raises, and the first call is not disturbed.
+    """Allows one issuing thread at a time: a call of another thread raises, without effect on the first call.
 
     Two calls at the same time are an error of the program, since the other ranks cannot know their order: `_issuer` has
-    the issuing thread, and another thread never waits for it. Every call also holds `_lock`. The loop holds it (`with
-    issuing:`) for changes that exclude calls, such as the refusal of later calls. A call may make nested calls.
+    the issuing thread. No other thread waits for that thread. Every call also holds `_lock`. The loop holds `_lock`
+    (`with issuing:`) for changes that exclude calls, such as the refusal of later calls. A call may make nested calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +25,7 @@ class Issuing:
         self._lock = threading.RLock()
 
     def begin(self) -> None:
-        """Begin a call of this thread; raise `RuntimeError` with both threads if another one is issuing."""
+        """Begin a call of this thread. Raise `RuntimeError` with both threads if another one is issuing."""
         this = threading.current_thread()
         if self._closed is not None and this is not self._closer:
             raise self._closed.with_traceback(None)

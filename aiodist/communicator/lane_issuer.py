@@ -1,4 +1,4 @@
-"""The fast path: the compiled core issues operations of lanes, and passes those on that it cannot end itself."""
+"""The fast path: the compiled core issues operations of lanes, and passes on the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiodist.streams.writes import increment_version
 
 
 class LaneIssuer:
-    """The fast path of one communicator; `core` is None if its ranks do not share memory."""
+    """The fast path of one communicator. `core` is None if the ranks do not share memory."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -58,8 +58,8 @@ class LaneIssuer:
         return core
 
     def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
-        """Continue a collective that the ranks agree on, but no lane can do, by a program; from any thread."""
-        self._dispatcher.traffic(handle.seq)  # so that it can be refused
+        """Continue a collective that the ranks agree on, but no lane can do, by a program (any thread)."""
+        self._dispatcher.traffic(handle.seq)  # so that the operation can be refused
         self._dispatcher.progress.start_from_thread(partial(self._go_on, handle, make, claims))
 
     def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
@@ -73,13 +73,13 @@ class LaneIssuer:
         self._dispatcher.settlement.run(operation, make())
 
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
-        """Fail the operation of `handle`, which a lane has ended with `error`; its bytes are free."""
+        """Fail the operation of `handle`, which a lane has ended with `error` after the release of its bytes."""
         progress = self._dispatcher.progress
         progress.post(partial(progress.with_lock, partial(self._end, handle, error)))
 
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
         operations = self._dispatcher.operations
-        operation = operations.take_over(handle) or operations.find(handle)  # a statement about it has taken it over
+        operation = operations.take_over(handle) or operations.find(handle)  # a statement has taken the operation over
         if operation is None or operation.state is not State.NEW:
             return
         if isinstance(operation.verdict, RemoteError) and not isinstance(error, MismatchError):

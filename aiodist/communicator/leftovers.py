@@ -1,4 +1,4 @@
-"""Leftovers at the end: messages that no rank received, and communicators that the program never closed."""
+"""Leftovers at the end: messages without a receive, and communicators that the program never closed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def warn_of_open(made: Iterable[tuple[str, Origin]]) -> None:
 
 
 async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
-    """Return texts about unreceived messages from and to this rank, and warn of each.
+    """Return and warn of the unreceived messages from and to this rank, as texts.
 
-    All ranks call it after every message has arrived. The sender's warning has the line of the send, the receiver's
-    warning the line of the close.
+    All ranks make this call after every message has arrived. The sender's warning has the line of the send, the
+    receiver's warning the line of the close.
     """
     mailbox: Any = parts_of(coll).dispatcher.mailbox
     mine = mailbox.leftovers()

@@ -1,7 +1,7 @@
 """Groups of ranks in levels: every rank has the whole hierarchy.
 
-Level 0 is one group of all ranks; each level splits every group of the level above by a key. The idea, with its trees
-and cartesian links, is from TorchMPI (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
+Level 0 is one group of all ranks; each level splits every group of the level above by a key. The idea of trees and
+cartesian links is from TorchMPI (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Levels:
-    """The hierarchy of groups of `size` ranks, for `rank`; `print` shows all.
+    """The hierarchy of groups of `size` ranks, for `rank`. `print` shows all.
 
-    The groups of a level are in the order of their parents, then of their keys as strings; the ranks of a group are in
-    ascending order. Levels are numbered from 0, all ranks, to `depth`; negative numbers count from the last.
+    The groups of a level are in the order of their parents, then of their keys as strings. The ranks of a group are in
+    ascending order. Levels are numbered from 0, all ranks, to `depth`. Negative numbers count from the last.
 
     >>> levels = Levels(5, rank=3).below(["b", "a", "b", "a", "b"])
     >>> levels.groups(1), levels.group(1), levels.form(1)
@@ -60,7 +60,7 @@ class Levels:
     # --- queries ---------------------------------------------------------------------------------------------
 
     def number(self, level: int) -> int:
-        """Return the level counted from 0; raise ValueError for an unknown level, TypeError if it is no int."""
+        """Return the level counted from 0, or raise ValueError for an unknown level, TypeError for no int."""
         if isinstance(level, bool) or not isinstance(level, int):
             raise TypeError(f"level is {type(level).__name__}: expected an int")
         if not -1 - self.depth <= level <= self.depth:
@@ -68,7 +68,7 @@ class Levels:
         return level % (self.depth + 1)
 
     def key(self, level: int) -> str:
-        """Return the key of this rank at `level`; "" at level 0."""
+        """Return the key of this rank at `level`, or "" at level 0."""
         number = self.number(level)
         return "/".join(self.splits[number - 1].keys[self.rank]) if number else ""
 
@@ -90,8 +90,8 @@ class Levels:
     def form(self, level: int) -> Form:
         """Return the form of the links between this rank's group and the other groups of the same parent.
 
-        "cartesian" links the k-th ranks of the groups, which need equal sizes; "tree" links their first ranks, if sizes
-        differ or if it was requested.
+        "cartesian" links the k-th ranks of the groups, which need equal sizes; "tree" links the first ranks, if sizes
+        differ or a tree was requested.
         """
         number = self.number(level)
         return self._form(number, next(part for part in self.parts(number) if any(self.rank in g for g in part)))
@@ -106,7 +106,7 @@ class Levels:
         return tuple(found)
 
     def link(self, level: int) -> Group:
-        """Return the ranks that this one is linked with, and itself; in a tree only first ranks have links."""
+        """Return the ranks linked with this one, this one too. In a tree only first ranks have links."""
         return next((linked for linked in self.links(level) if self.rank in linked), ())
 
     def fallen(self, since: int = 1) -> list[str]:
@@ -144,9 +144,9 @@ class Levels:
         return Levels(len(ranks), list(ranks).index(self.rank), splits)
 
     def span(self, outer: int, inner: int) -> Levels:
-        """Return the two levels of a span: this rank's group at `outer`, and one level below.
+        """Return the two levels of a span: this rank's group at `outer` and the level below.
 
-        The ranks are those of that group, renumbered; level 1 has their groups at `inner`, linked across any levels
+        The ranks are those of that group, renumbered. Level 1 has their groups at `inner`, linked across any levels
         between. Raises ValueError unless `inner` is below `outer`.
         """
         low, high = self.number(outer), self.number(inner)
@@ -163,7 +163,7 @@ class Levels:
         return "\n".join(self._lines(0, tuple(range(self.size))))
 
     def _lines(self, level: int, group: Group) -> list[str]:
-        """Return the text of a group, with its groups indented."""
+        """Return the text of a group, with the inner groups indented."""
         if level == self.depth:
             return [("rank " if len(group) == 1 else "ranks ") + ", ".join(map(str, group))]
         part = self._inside(group, level + 1)
@@ -185,7 +185,7 @@ def _shown(key: Key) -> str:
 
 
 class Asked(NamedTuple):
-    """The levels that one rank requests; all ranks must request the same, except for the keys."""
+    """The levels that one rank requests. All ranks must request the same, except for the keys."""
 
     what: str
     of: str
@@ -204,7 +204,7 @@ class Asked(NamedTuple):
 
 
 def agree(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
-    """Return the requested levels of all ranks; raise `MismatchError` if they differ."""
+    """Return the requested levels of all ranks, or raise `MismatchError` if they differ."""
     first = table[0]
     for rank, asked in enumerate(table):
         if asked.differs(first):
@@ -224,14 +224,14 @@ def forms_of(levels: Levels) -> list[Form | None]:
 
 
 def checked_key(key: object, name: str) -> str:
-    """Return `key`; raise TypeError unless it is a str."""
+    """Return `key`, or raise TypeError unless it is a str."""
     if not isinstance(key, str):
         raise TypeError(f"{name} is {type(key).__name__}: expected a str")
     return key
 
 
 def checked_form(form: Form | None) -> Form | None:
-    """Return `form`; raise ValueError for an unknown one."""
+    """Return `form`, or raise ValueError for an unknown one."""
     if form is not None and form not in FORMS:
         raise ValueError(f"form={form!r}: expected {', '.join(map(repr, FORMS))} or None")
     return form

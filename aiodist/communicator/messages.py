@@ -1,4 +1,4 @@
-"""Calls between two ranks: tensors in messages, and the iterator over messages of both kinds."""
+"""Calls between two ranks: tensors in messages, and iteration over messages of both kinds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from aiodist.types import ANY, check_timeout
 
 
 class Message(NamedTuple):
-    """A message, as `Communicator.messages` yields it."""
+    """A message of `Communicator.messages`."""
 
     source: int
-    """The rank that sent it."""
+    """The sending rank."""
     tag: int
     data: Any
-    """The tensor that was sent, in new memory, or the object."""
+    """The received tensor, in new memory, or the object."""
 
 
 class PointToPoint(Base):
@@ -47,12 +47,12 @@ class PointToPoint(Base):
     ) -> Handle[None]:
         """Send a tensor to one rank.
 
-        It is done when `t` may be changed again, which may be before the message is received. The receiver calls `recv`
-        or `messages`.
+        The handle is done when `t` may be changed again, possibly before the message is received. The receiver calls
+        `recv` or `messages`.
 
         Args:
             t: a tensor of any shape, which `recv()` restores; a list is sent as one message for each tensor.
-            dst: the rank that receives; it may be this one.
+            dst: the rank that receives, possibly this one.
             tag: a number from 0 that the receiver can select by.
             synchronous: True waits until a receive has matched the message, by an answer of some 60 bytes.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
@@ -83,26 +83,25 @@ class PointToPoint(Base):
         """Receive a tensor from one rank.
 
         Receives match messages in the order of their calls. `cancel()` of the handle withdraws a receive that has not
-        matched, and loses no message.
+        matched, without loss of a message.
 
         Args:
             t: a tensor to fill, of any shape; a shorter message fills its front. None returns a new tensor of the
-                sender's shape and dtype. A list receives one message for each tensor; its `cancel()` withdraws all or
+                sender's shape and dtype. A list receives one message for each tensor, and `cancel()` withdraws all or
                 none.
-            src: the rank that sent; `ANY` takes messages of all ranks.
-            tag: the number that the sender gave; `ANY` takes all.
+            src: the rank that sent. `ANY` takes messages of all ranks.
+            tag: the number that the sender gave. `ANY` takes all.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`. The
-                operations continue after that.
+                operations continue after the timeout.
 
         Returns:
-            `t`, or the new tensor. The handle's `source` and `tag` are those of the message, and its `nbytes` are the
-            bytes that came.
+            `t`, or the new tensor. The handle's `source`, `tag` and `nbytes` are those of the message.
 
         Raises:
             ValueError: if `src` is no rank, or `tag` is out of range.
             RuntimeError: if `t` requires grad, in grad mode.
-            TypeError: on await, if the message has another dtype; it is consumed.
-            BackendError: on await, if the message is longer than `t`; it is consumed.
+            TypeError: on await, if the message has another dtype. The message is consumed.
+            BackendError: on await, if the message is longer than `t`. The message is consumed.
             PeerLost: on await, if `src` is lost.
 
         Example:
@@ -129,7 +128,7 @@ class PointToPoint(Base):
         return self._messenger.receive("recv", asked, timeout)
 
     def _receives_with(self, into: Tensor | None) -> tuple[list[DeviceWork], Callable[[], DeviceWork] | None]:
-        """Return the work of a receive on devices, and a factory of it for a message that may come from one."""
+        """Return the work of a receive on devices, and a factory of the work for a message from a device."""
         works = self._work_for(into)
         return works, self._work_later() if into is None and not works else None
 
@@ -142,7 +141,7 @@ class PointToPoint(Base):
             check_writable(t, "recv of a list", f"t[{i}]")
         in_flight.acquire_all(claims, "recv of a list")
         in_flight.release_all(claims)
-        for t in ts:  # each raises now what it would raise
+        for t in ts:  # each raises its error now
             for work in self._work_for(t):
                 work.cancel()
         issued = [self._receive(t, src, tag, timeout) for t in ts]
@@ -161,7 +160,7 @@ class PointToPoint(Base):
             raise
 
     def _work_later(self) -> Callable[[], DeviceWork] | None:
-        """Return a factory of the work of a message that may come from a device; None if there are no devices."""
+        """Return a factory of the work of a message that may come from a device, or None if there are no devices."""
         accelerator = self._registry.resources.accelerator
         if accelerator is None or not self._repertoire.on_cuda:
             return None
@@ -185,7 +184,7 @@ class PointToPoint(Base):
         *,
         timeout: float | None = None,
     ) -> Handle[Tensor]:
-        """Send `t` to `dst` and receive from `src` at the same time; return what came, in `out` or in new memory.
+        """Send `t` to `dst` while receiving from `src`, and return the received tensor, in `out` or in new memory.
 
         Sizes and shapes are those of `send` and `recv`. Raises ValueError if `out` overlaps `t`. Cost: that of both.
         """
@@ -265,7 +264,7 @@ class PointToPoint(Base):
 
 
 async def _sent_half(receiving: Receiving, program: Program[None]) -> None:
-    """Send, and notify the receive of the same `sendrecv`."""
+    """Send a message, then notify the receive of the same `sendrecv`."""
     try:
         await resume(program)
     except BaseException as error:

@@ -1,22 +1,23 @@
-"""Messages between two ranks: sends, and receives from their issue to their end.
+"""Messages between two ranks: sends and receives, from issue to end.
 
 [Note: states of a receive] Each change is made with the transport lock held.
 
-- *posted*: the mailbox has it, or the inbox does until the lock is free. Only the program holds the handle: the receive
-  has a weak reference, and a strong one (`_held`) only while code waits. A handle that is dropped ends the receive.
+- *posted*: the mailbox has the receive, or the inbox does until the lock is free. Only the program holds the handle:
+  the receive has a weak reference, with a strong one (`_held`) only while code waits. The receive ends when the program
+  drops the handle.
 - *matched*: the receive owns a message, which may be in flight. `Pending` holds the handle until the end.
 - *finished*: the handle is settled.
 - *paused*: the last wait ended without the outcome, by cancellation or a deadline. A posted receive leaves the mailbox.
-  The message of a matched one returns to its old place there, for the next receive that matches, even while it is in
-  flight, or after it came if no code has seen it. The handle is pending, and the caller's memory is free. The next
-  wait posts the receive again, after those posted by then.
+  The message of a matched receive returns to its old place in the mailbox, for the next receive that matches. A message
+  in flight returns too, and so does an arrived message that no code has seen. The handle is pending, with the caller's
+  memory free. The next wait posts the receive again, as the last one.
 
-A message in flight into the caller's memory cannot return before it has come: its receive is not paused.
+A message in flight into the caller's memory cannot return before its arrival, so its receive is not paused.
 
 [Note: threads of a receive] `take`, `_pause` and `_finish` run with the lock held. The loop's thread writes `_held` and
-the waiters of the handle, and a waiting thread writes `Posted._threads`. So `_pause` looks again, with the lock held,
-whether code waits. The mailbox calls `take` at the match, which makes the weak reference a strong one or finds that the
-handle is gone, in one step: a message never goes to a handle that nothing holds.
+the waiters of the handle. A waiting thread writes `Posted._threads`. So `_pause` checks again for waiting code with the
+lock held. The mailbox calls `take` at the match, which makes the weak reference a strong one or finds that the handle
+is gone, in one step: a message never goes to a handle that nothing holds.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class Reception:
 
     peer: Peer
     kind: int
-    """Kind of message to receive; ANY receives both, and then the result is the `Arrived` itself."""
+    """Kind of message to receive. ANY receives both kinds, with the `Arrived` itself as the result."""
     into: Tensor | None
     claims: Sequence[Claim]
     work: Callable[[], tuple[list[DeviceWork], Callable[[], DeviceWork] | None]]
-    """Returns its work on devices, and a factory of it for a message that may come from one."""
+    """Returns the work on devices, and a factory of the work for a message from a device."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
     sends: bool = False
-    """True for a `sendrecv`, which is finished only after its own message is sent: see `Receiving.sending`."""
+    """True for a `sendrecv`, which ends only after its own send: see `Receiving.sending`."""
 
 
 class Messenger:
@@ -82,7 +83,7 @@ class Messenger:
         peer: Peer,
         convert: Callable[[Any], Any] | None = None,
     ) -> CommunicatorOperation:
-        """Return an operation of messages with `peer`: checked, claimed and in the table; `launch` starts it."""
+        """Return an operation of messages with `peer`: checked, claimed and in the table. `launch` starts it."""
         handle: Handle[Any] = self.dispatcher.new_handle(Handle, op, nbytes, timeout)
         operation = CommunicatorOperation(handle, claims, convert, meets=peer)
         self.dispatcher.enter(operation)
@@ -90,11 +91,11 @@ class Messenger:
         return operation
 
     def launch(self, operation: CommunicatorOperation, program: Program[None], nbytes: int) -> None:
-        """Start an operation that was issued; `nbytes` are the bytes that this rank copies."""
+        """Start an operation that was issued. `nbytes` are the bytes that this rank copies."""
         self.dispatcher.start(partial(self.settlement.run_message, operation, program), nbytes)
 
     def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
-        """Issue a receive; return its handle, held only by the program until a message matches, and its operation."""
+        """Issue a receive, and return its operation and handle. Only the program holds the handle before a match."""
         handle: Posted[Any] = self.dispatcher.new_handle(Posted, op, asked.nbytes, timeout)
         receiving = Receiving(self, handle, asked)
         try:
@@ -105,7 +106,7 @@ class Messenger:
                 release(asked.claims)
                 raise
         except BaseException:
-            Operation.of(handle).mark_retrieved()  # it was never issued
+            Operation.of(handle).mark_retrieved()  # the operation was never issued
             raise
         self.dispatcher.watch_over(handle, asked.peer)
         self._note(handle, asked.peer)
@@ -119,12 +120,12 @@ class Messenger:
         ).detach()
 
     def dropped(self, gone: ref[Handle[Any]]) -> None:
-        """Withdraw, soon, the receive whose handle the program has dropped; the garbage collector may call this."""
+        """Withdraw, soon, the receive of a dropped handle. The garbage collector may make this call."""
         if (receiving := self.pending.posted.get(gone)) is not None:
             self.progress.post(receiving.lapse)
 
     def cancel_all(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
-        """Withdraw all, and first their handle `together`; return False, with none withdrawn, if one has a message."""
+        """Withdraw the handle `together`, then all receives. Return False, without change, if one has a message."""
         withdrawn = False
 
         def now() -> None:
@@ -193,9 +194,9 @@ class Receiving:
         self.sending: CommunicatorOperation | None = None
         if asked.sends:
             self.sending = CommunicatorOperation(messenger.stand_in(handle), meets=asked.peer)
-        """The other half of a `sendrecv`, until it is finished."""
+        """The other half of a `sendrecv`, until that half is finished."""
         self._arrived: tuple[CommunicatorOperation, Arrived] | None = None
-        """The message, if it came before the other half was finished."""
+        """A message that came before the end of the other half."""
         self._unsent: BaseException | None = None
         """The error of the other half."""
         PostedOperation.of(handle).set_owner(self)
@@ -210,12 +211,12 @@ class Receiving:
 
     @property
     def works(self) -> list[DeviceWork]:
-        """Its work on devices."""
+        """Work of the receive on devices."""
         return [] if self._wanted is None or self._wanted.work is None else [self._wanted.work]
 
     @property
     def handle(self) -> Handle[Any] | None:
-        """Its handle; None once the program has dropped that."""
+        """Handle, or None after the program has dropped the handle."""
         return self.ref()
 
     # --- as `Stoppable` ---------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ class Receiving:
             self._operation.handle = self._wanted.handle = None
 
     def resume(self, handle: Posted[Any], /) -> None:
-        """See `Stoppable`; raises BufferInFlight where another operation has the memory now."""
+        """See `Stoppable`. Raises BufferInFlight if another operation has the memory now."""
         acquire(self._asked.claims, self)
         self._messenger.locked(partial(self._resume, handle))
         self._messenger.progress.resume_polling()
@@ -244,7 +245,7 @@ class Receiving:
     # --- with the transport lock held -------------------------------------------------------------------------
 
     def post(self, handle: Posted[Any]) -> Callable[[], None]:
-        """Return the call that posts it in the mailbox, for which the lock is held; its memory is claimed.
+        """Return the call that posts the receive in the mailbox, with the lock held. Its memory is claimed.
 
         The lock need not be held here.
         """
@@ -265,7 +266,7 @@ class Receiving:
         return partial(messenger.mailbox.receive, wanted)
 
     def take(self) -> bool:
-        """Hold the handle from now on, since a message matches; return False if the program has dropped it."""
+        """Hold the handle from now on, since a message matches. Return False if the program has dropped the handle."""
         operation, wanted, handle = self._operation, self._wanted, self.ref()
         assert operation is not None
         assert wanted is not None
@@ -277,20 +278,20 @@ class Receiving:
         return True
 
     def cancel(self) -> bool:
-        """Withdraw it if no message has matched it; return whether it did."""
+        """Withdraw the receive unless a message has matched. Return True if the receive is withdrawn."""
         return self._messenger.cancel_all([self])
 
     def waits(self) -> bool:
-        """Return whether no message has matched it."""
+        """Return True if no message has matched the receive."""
         assert self._wanted is not None
         return self.paused or self._messenger.mailbox.waits(self._wanted)
 
     def cancel_posted(self) -> None:
-        """Withdraw it; no message has matched it."""
+        """Withdraw the receive, which no message has matched."""
         self._end(asyncio.CancelledError())
 
     def _end(self, error: BaseException) -> None:
-        """End it with `error`; no message has matched it."""
+        """End the receive, which no message has matched, with `error`."""
         assert self._wanted is not None
         if not self.paused:
             self._messenger.mailbox.cancel(self._wanted)
@@ -302,7 +303,10 @@ class Receiving:
             self._messenger.settlement.settle(CommunicatorOperation(handle, meets=self.peer), None, error)
 
     def lapse(self) -> bool:
-        """Withdraw it if the program has dropped its handle; return whether it did. From any thread."""
+        """Withdraw the receive if the program has dropped its handle.
+
+        Return True if the receive is withdrawn. From any thread.
+        """
         done = False
 
         def now() -> None:
@@ -369,7 +373,7 @@ class Receiving:
         mailbox.match_again()
 
     def _hand_over(self, handle: Handle[Any], operation: CommunicatorOperation, wanted: MailboxReceive) -> None:
-        """The message goes to another receive; a new handle stands for the rest of its transfer."""
+        """The message goes to another receive. A new handle stands for the rest of its transfer."""
         operation.given_back = self._messenger.mailbox.put_back(wanted)
         operation.handle = wanted.handle = stand_in = self._messenger.stand_in(handle)
         self._operation = None
@@ -390,7 +394,7 @@ class Receiving:
     # --- the other half of a sendrecv -------------------------------------------------------------------------
 
     def sent(self, error: BaseException | None) -> None:
-        """The other half is finished; with the transport lock held."""
+        """The other half is finished (transport lock held)."""
         self.sending, self._unsent = None, error
         came, self._arrived = self._arrived, None
         if came is not None:
@@ -399,6 +403,6 @@ class Receiving:
             self._end(error)
 
     def _leave_sending(self) -> None:
-        """Enter the other half as an operation of its own if it is in flight."""
+        """Enter the other half, if in flight, as a separate operation."""
         if self.sending is not None:
             self._messenger.pending.add(self.sending)

@@ -52,12 +52,12 @@ class Movement(Base):
     ) -> Handle[Data]:
         """Copy root's elements to all ranks, in place.
 
-        Every rank calls it with the same dtype, number of elements and `root`; `t` keeps its own shape.
+        Every rank makes this call with the same dtype, number of elements and `root`. `t` keeps its own shape.
 
         Args:
             t: a tensor; a number, which gives root's number; or a list of tensors, which is one operation.
             root: the rank whose elements all ranks get.
-            across: True copies root's first tensor into every tensor of every list; the tensors are as in `allreduce`.
+            across: True copies root's first tensor into every tensor of every list. The tensors are as in `allreduce`.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
             impl: the name of an implementation; "auto" chooses by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
@@ -119,14 +119,14 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Collect the tensors of all ranks on every rank.
 
-        Every rank calls it with the same dtype; sizes may differ. `t` is not changed.
+        Every rank makes this call with the same dtype. Sizes may differ. `t` is not changed.
 
         Args:
             t: a tensor; a number, which gives a list of numbers; or a list of tensors, which gives a list of results.
-            out: a tensor for all of them, concatenated along dim 0; each is then `(rows, ...)` with the same trailing
-                shape, and a number is one row. It grows if it is too small and owns its memory. `t` may be this rank's
-                block of it.
-            across: True returns one flat list for the list `t`, in the order rank * len + i; the tensors are as in
+            out: a tensor for all of them, concatenated along dim 0. Each tensor is then `(rows, ...)` with the same
+                trailing shape, or a number as one row. `out` grows if too small, and if it owns its memory. `t` may be
+                this rank's block of `out`.
+            across: True returns one flat list for the list `t`, in the order rank * len + i. The tensors are as in
                 `allreduce`.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
             impl: the name of an implementation; "auto" chooses by the table of `selector`.
@@ -187,7 +187,7 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Collect the tensors of all ranks on `root`.
 
-        Every rank calls it with the same dtype and `root`; sizes may differ. `t` is not changed.
+        Every rank makes this call with the same dtype and `root`. Sizes may differ. `t` is not changed.
 
         Args:
             t: a tensor, a number, or a list of tensors, as in `allgather`.
@@ -237,7 +237,7 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Distribute a list of tensors from `root`: each rank gets one.
 
-        Every rank calls it with the same `root`. Only root gives tensors, of any shapes; they are not changed.
+        Every rank makes this call with the same `root`. Only root gives tensors, of any shapes, which are not changed.
 
         Args:
             ts: on root, a list of p tensors, one for each rank, or a list of such lists; ignored elsewhere.
@@ -295,7 +295,7 @@ class Movement(Base):
     ) -> Handle[list[Any]]:
         """Exchange tensors: `ts[r]` of each rank goes to rank r.
 
-        Every rank calls it with a list of p tensors of any shapes, which are not changed.
+        Every rank makes this call with a list of p tensors of any shapes, which are not changed.
 
         Args:
             ts: a list of p tensors, or a list of such lists, which gives a list of results.
@@ -352,12 +352,12 @@ class Movement(Base):
     ) -> Handle[Tensor]:
         """Exchange rows of one tensor: each rank gets a block of rows from every rank.
 
-        Every rank gives a `t` of shape `(rows, ...)`, which is not changed unless it is `out`. Without `sizes` its
-        shape is the same on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]`
-        rows of `t`, and the incoming rows are counted first. `out` grows if it is too small and owns its memory.
-        Returns the rows from all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the
-        rows of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of
-        half of `t`, for short tensors without `sizes`.
+        Every rank gives a `t` of shape `(rows, ...)`, which is not changed, except as `out`. Without `sizes`, `t` has
+        one shape on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]` rows of
+        `t`, after a message with the number of rows. `out` grows if too small, and if it owns its memory. Returns the
+        rows from all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the rows of `t`.
+        Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half of `t`,
+        for short tensors without `sizes`.
         """
         terms = Terms(timeout, impl, name)
         if sizes is None and (planned := self._plans.issue("alltoall_single", t, out, terms)) is not None:
@@ -382,7 +382,7 @@ class Movement(Base):
         return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
-        """Return the argument of scatter or alltoall as a list of lists, and True if it was one already."""
+        """Return the argument of scatter or alltoall as a list of lists, with True if no change was needed."""
         nested = isinstance(ts, Sequence) and bool(ts) and not isinstance(ts[0], Tensor)
         if nested and out is not None:
             raise ValueError("out= goes with one list of tensors: expected ts to be one list, not a list of lists")
@@ -391,10 +391,10 @@ class Movement(Base):
         return lists, nested
 
     def barrier(self, *, timeout: float | None = None, name: str | None = None) -> Handle[None]:
-        """Wait until every rank has called it.
+        """Wait until every rank has made this call.
 
-        It waits for the other ranks, not for operations: a handle that was issued before and never awaited stays
-        unawaited, and is reported as such.
+        A barrier waits for the other ranks, not for operations: earlier handles that were never awaited are still
+        reported.
 
         Args:
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.

@@ -1,14 +1,14 @@
 """Named operations: matched across ranks by name, in any order of issue.
 
 A name gets a number once from rank 0, the *leader*, over the control channel. Operations match by this number and the
-count of earlier uses of the name; the order of issue does not matter.
+count of earlier uses of the name, in any order of issue.
 
     issued - the name has a number - all ranks have issued it - they agree: it begins
                                                               - they differ: it is refused, on every rank
 
-An operation sends no data, and enters no lane, before every rank has issued it. So no operation in a lane waits for a
-later call of a program. The ranks compare by messages (`Dissemination`), whose tag follows from the number. Tags repeat
-after 16 uses, so a failed name is held until its messages have been drained.
+An operation sends no data and enters no lane before every rank has issued that operation. So no operation in a lane
+waits for a later call of a program. The ranks compare by messages (`Dissemination`), whose tag follows from the number.
+Tags repeat after 16 uses, so a failed name is held until its messages have been drained.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Named(Use):
 
     traffic: Traffic = field(default_factory=Traffic)
     endpoints: list[Endpoint] = field(default_factory=list)
-    """Endpoints of its program, which get their tag and key before it begins."""
+    """Endpoints of the program, which get their tag and key before the start."""
     edition: int = 0
-    """Hash of an edited selector table, since named operations are not ordered with the edits; 0 for the default."""
+    """Hash of an edited selector table, which named operations are not ordered with, or 0 for the default."""
     operation: CommunicatorOperation | None = None
-    """Its operation, until that is done."""
+    """The operation, until its end."""
 
     def text(self) -> str:
-        """Return a description with the calling line, and with the selector if it was edited."""
+        """Return a description with the calling line, and the selector after an edit."""
         assert self.record is not None
         return f"{self.record.text()}{' with an edited selector' if self.edition else ''}"
 
@@ -60,14 +60,14 @@ class _Name:
     number: int | None = None
     issued: int = 0
     next: Named | None = None
-    """Next use, from its call until it is issued."""
+    """Next use, from the call until the issue."""
     last: Callable[[], Handle[Any] | None] = lambda: None
     recent: tuple[Named, ...] = ()
-    """Last two uses: another rank may still run the first of these, and fail."""
+    """Last two uses: another rank may still run the first of them and fail."""
     waiting: Named | None = None
-    """Use that waits for the number, or for held operations; with the lock held."""
+    """Use that waits for the number, or for held operations (lock held)."""
     held: set[int] = field(default_factory=set)
-    """Numbers of failed operations that may have messages in flight; with the lock held."""
+    """Numbers of failed operations that may have messages in flight (lock held)."""
 
 
 class Names:
@@ -86,13 +86,13 @@ class Names:
     ) -> None:
         """`ranks` are the world ranks of the communicator's ranks, in order.
 
-        `on_differ` is called with each operation that the ranks differ on, `broken` with an error of the comparison;
-        both with the transport lock held.
+        `on_differ` is called with each operation that the ranks differ on, `broken` with an error of the comparison.
+        The transport lock is held in both calls.
         """
         self.issued = 0
         """Number of issued operations."""
         self.arrivals: deque[tuple[Named, int]] | None = None
-        """Operations and their times of issue, in nanoseconds of `perf_counter_ns`; None if they are not recorded."""
+        """Operations with the times of issue, in nanoseconds of `perf_counter_ns`, or None without a record."""
         self._comm = comm
         self._topic = f"names:{comm}"
         self._channel = channel
@@ -107,7 +107,7 @@ class Names:
         """Numbers of names, on the leader."""
         self._given_lock = Lock()
         self._undecided: set[Named] = set()
-        """Uses that wait for other ranks; with the transport lock held."""
+        """Uses that wait for other ranks (transport lock held)."""
         self._closed: BaseException | None = None
         channel.subscribe(self._topic, self._heard)
 
@@ -118,9 +118,9 @@ class Names:
     # --- issuing ---------------------------------------------------------------------------------------------
 
     def next(self, name: str) -> Named:
-        """Return the next use of `name`, the same one until it is issued.
+        """Return the next use of `name`, the same one until its issue.
 
-        Raises ValueError while the last one is in flight, and for too many names.
+        Raises ValueError while the last use is in flight, and for too many names.
         """
         known = self._names.get(name)
         if known is None:
@@ -169,7 +169,7 @@ class Names:
         self._start_waiting(known)
 
     def _start_waiting(self, known: _Name) -> None:
-        """Start the comparison of the waiting use, if it has a number and none is held."""
+        """Start the comparison of the waiting use, if the name has a number and no held operation."""
         use = known.waiting
         if use is not None and known.number is not None and not known.held and self._closed is None:
             known.waiting = None
@@ -202,9 +202,9 @@ class Names:
                 self._on_differ(operation)
 
     def hold(self, number: int) -> None:
-        """Hold back later uses of the name until `release`: the operation `number` failed, and its tag will repeat.
+        """Hold the name until `release`: later uses wait, since the tag of the failed operation `number` will repeat.
 
-        The other ranks wait for this rank meanwhile, so they keep their record of that operation.
+        The other ranks wait for this rank meanwhile, and so keep their record of that operation.
         """
         if (known := self._by_number.get(name_in(number))) is not None:
             known.held.add(number)
@@ -231,7 +231,7 @@ class Names:
         return {name: known.issued for name, known in list(self._names.items())}
 
     def find(self, number: int) -> Named | None:
-        """Return the operation with that number; None if this rank has not issued it, or it is no longer recorded."""
+        """Return the operation with that number, or None before its issue here and when no longer recorded."""
         known = self._by_number.get(name_in(number))
         return next((use for use in (known.recent if known else ()) if use.number == number), None)
 
@@ -250,7 +250,7 @@ class Names:
             return self._given.setdefault(name, len(self._given))
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
-        """Handle a message; on the listener thread, also while the program computes on the loop's."""
+        """Handle a message on the listener thread, also while the program computes on the loop's."""
         what, name, number = message
         if what == "which":
             self._channel.send(world_rank, self._topic, ["number", name, self._number_for(name)])

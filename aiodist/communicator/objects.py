@@ -29,9 +29,8 @@ T = TypeVar("T")
 class Objects(PointToPoint):
     """Collectives and messages of Python objects, pickled at the call.
 
-    A call raises what pickle raises; the await raises what unpickling raises. Unpickling runs code of the sender's
-    choice: use them among ranks that trust each other. They cost what those of a uint8 tensor with the pickled bytes
-    cost.
+    A call raises errors of pickle. The await raises errors of unpickling. Unpickling runs code of the sender's choice:
+    use them among ranks that trust each other. The cost is that of a uint8 tensor with the pickled bytes.
     """
 
     def broadcast_object(
@@ -39,8 +38,8 @@ class Objects(PointToPoint):
     ) -> Handle[T]:
         """Copy root's object to all ranks.
 
-        Every rank calls it with the same `root`. The object is pickled at the call, so later changes are not sent.
-        Unpickling runs code of the sender's choice: use it among ranks that trust each other.
+        Every rank makes this call with the same `root`. The object is pickled at the call, so later changes are not
+        sent. Unpickling runs code of the sender's choice: use this call only among ranks that trust one another.
 
         Args:
             obj: on root, any object that pickle takes; ignored elsewhere.
@@ -49,11 +48,11 @@ class Objects(PointToPoint):
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
-            Root's object: a copy of it, and on root `obj` itself.
+            A copy of root's object, or on root `obj` itself.
 
         Raises:
             ValueError: if `root` is no rank.
-            Exception: what pickle raises, on root at the call; on await, what unpickling raises.
+            Exception: errors of pickle, on root at the call. Errors of unpickling, on await.
 
         Example:
             ```python
@@ -76,8 +75,8 @@ class Objects(PointToPoint):
     ) -> Handle[list[Any]]:
         """Collect the objects of all ranks on every rank.
 
-        Every rank calls it. The object is pickled at the call. Unpickling runs code of the sender's choice: use it
-        among ranks that trust each other.
+        Every rank makes this call. The object is pickled at the call. Unpickling runs code of the sender's choice: use
+        this call only among ranks that trust one another.
 
         Args:
             obj: any object that pickle takes.
@@ -88,7 +87,7 @@ class Objects(PointToPoint):
             A list of the objects, by rank.
 
         Raises:
-            Exception: what pickle raises, at the call; on await, what unpickling raises.
+            Exception: errors of pickle, at the call. Errors of unpickling, on await.
 
         Example:
             ```python
@@ -105,7 +104,7 @@ class Objects(PointToPoint):
     def gather_object(
         self, obj: object, root: int = 0, *, timeout: float | None = None, name: str | None = None
     ) -> Handle[list[Any] | None]:
-        """Return every rank's object on `root`, as a list by rank, and None elsewhere. Cost: that of `gather`."""
+        """Return every rank's object on `root`, as a list by rank, or None elsewhere. Cost: that of `gather`."""
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
         program = self._each(operations.gather, [packed], packed, terms, root=root)
@@ -115,7 +114,7 @@ class Objects(PointToPoint):
     def scatter_object(
         self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, name: str | None = None
     ) -> Handle[Any]:
-        """Return object number `rank` of root's list; `objs` is ignored elsewhere.
+        """Return object number `rank` of root's list. `objs` is ignored elsewhere.
 
         Raises ValueError on root unless there are p objects. Cost: that of `scatter`.
         """
@@ -128,7 +127,7 @@ class Objects(PointToPoint):
     def alltoall_object(
         self, objs: Sequence[Any], *, timeout: float | None = None, name: str | None = None
     ) -> Handle[list[Any]]:
-        """Return the objects for this rank, by the rank that sent them: `objs[r]` goes to rank r.
+        """Return the objects for this rank, by sending rank: `objs[r]` goes to rank r.
 
         Raises ValueError unless there are p objects. Cost: that of `alltoall`.
         """
@@ -139,7 +138,7 @@ class Objects(PointToPoint):
     def send_object(
         self, obj: object, dst: int, tag: int = 0, *, synchronous: bool = False, timeout: float | None = None
     ) -> Handle[None]:
-        """Send an object to one rank; it is pickled at the call. `recv_object` and `messages` receive it.
+        """Send an object, pickled at the call, to one rank. `recv_object` and `messages` receive objects.
 
         `synchronous` and cost are those of `send`.
         """
@@ -147,7 +146,7 @@ class Objects(PointToPoint):
         return self._send("send_object", [objects.pack(obj)], dst, tag, MessageKind.OBJECT, timeout, synchronous)
 
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
-        """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost are those of `recv`."""
+        """Return the next object from `src` with `tag`. Matching, `cancel`, errors and cost are those of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         asked = Reception(Peer(src, None, tag), MessageKind.OBJECT, None, [], _on_the_host, _unpacked)
         return self._messenger.receive("recv_object", asked, timeout)[0]

@@ -1,6 +1,6 @@
 """The collectives that a communicator issued, in order: number, description and calling line of each.
 
-A record costs a fraction of a microsecond. It is read when ranks disagree, or wait long for one another.
+A record costs a fraction of a microsecond. The log is read when ranks disagree, or wait long for one another.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Record(NamedTuple):
     what: Fingerprint
     origin: tuple[CodeType, int]
     call: str = ""
-    """The user's call that it is a part of, such as "net.step"; "" if the user issued it."""
+    """The user's call with this operation as a part, such as "net.step", or "" if the user issued the operation."""
 
     def text(self) -> str:
-        """Return the operation and its line, or `LEFT` for a close that no line of the program requested."""
+        """Return the operation with its line, or `LEFT` for a close that no line of the program requested."""
         if self.what.kind == "close" and is_ours(self.origin[0].co_filename):
             return LEFT
         return f"{f'{self.call} ({self.what})' if self.call else self.what} at {Origin(*self.origin)}"
 
     def as_json(self, *, pending: bool) -> dict[str, Any]:
-        """Return it as values of JSON."""
+        """Return the record as values of JSON."""
         what, where = self.what, Origin(*self.origin)
         return {
             "seq": self.seq,
@@ -61,7 +61,7 @@ class Record(NamedTuple):
 
 
 class OpLog(_core.Log):
-    """One rank's log of one communicator; written on the loop's thread, read from any."""
+    """One rank's log of one communicator. The loop's thread writes, and any thread reads."""
 
     awaited: dict[int, Callable[[], None]]
 
@@ -76,7 +76,7 @@ class OpLog(_core.Log):
         self.calls[caller] = call
 
     def find(self, seq: int) -> Record | None:
-        """Return the record of operation `seq`, or None if it is not issued yet or no longer recorded."""
+        """Return the record of operation `seq`, or None before its issue and when no longer recorded."""
         kept = self.kept(seq)
         return None if kept is None else Record(*kept, self.calls.get(kept[-1], ""))
 
@@ -85,6 +85,6 @@ class OpLog(_core.Log):
         return self.find(self.seq - 1)
 
     def text(self, seq: int) -> str:
-        """Return operation `seq` and its line as text."""
+        """Return operation `seq` with its line as text."""
         record = self.find(seq)
         return f"operation #{seq}, which is no longer recorded" if record is None else record.text()

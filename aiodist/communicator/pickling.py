@@ -1,7 +1,7 @@
 """Python objects as tensors of bytes: pickle protocol 5, large buffers out of band.
 
-Objects are framed by length, not by a sentinel. Unpickling runs code of the sender's choice: use it among ranks that
-trust one another. Tensors are sent without pickle.
+Objects are framed by length, not by a sentinel. Unpickling runs code of the sender's choice: use this call only among
+ranks that trust one another. Tensors are sent without pickle.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LENGTH = struct.Struct("<Q")
 
 
 def pack(obj: object) -> Tensor:
-    """Return `obj` as flat uint8: the number of parts, their lengths, then the pickle and its buffers.
+    """Return `obj` as flat uint8: the number of parts, the lengths of the parts, then pickle and buffers.
 
-    Raises pickle's error for an object that cannot be pickled.
+    Raises the error of pickle for an object that cannot be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
@@ -39,7 +39,7 @@ def pack(obj: object) -> Tensor:
 
 
 def unpack_each(parts: Sequence[Tensor]) -> list[Any]:
-    """Return the objects, each with memory of its own."""
+    """Return the objects, each with separate memory."""
     return [unpack(part.clone()) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Reports of late ranks: one rank logs all waits for ranks after some seconds, and again once a minute."""
+"""Reports of late ranks: one rank logs all waits for ranks after some seconds, then once a minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from aiodist.communicator.inquiry import Inquiry, Wait
 
 REPORT_SECONDS = 10.0
-"""Default age of a wait, in seconds, that is reported."""
+"""Default age of a reported wait, in seconds."""
 _PAUSE_SECONDS = 60.0  # between two reports
 _ANSWER_SECONDS = 0.3
 _TURN_SECONDS = 2.0  # time for a lower rank to report in place of this one
@@ -19,14 +19,14 @@ _log = logging.getLogger("aiodist")
 
 
 class StallReporter:
-    """Decides when this rank reports, as the lowest waiting rank does, and writes the report."""
+    """Writes the reports of this rank, if this rank is the lowest waiting one."""
 
     def __init__(self, inquiry: Inquiry, ages: Callable[[], list[float]], waits: Callable[[], list[Wait]]) -> None:
         """`ages` returns the ages of this rank's waits in seconds, `waits` some of the waits, new ones first."""
         self.after: float | None = REPORT_SECONDS
-        """Age of a wait that is reported, in seconds; None disables reports."""
+        """Age of a reported wait, in seconds. None disables reports."""
         self.may_continue = ""
-        """Reason why this rank may continue before its operations end, by the last check; empty if there is none."""
+        """Reason why this rank may continue before its operations end, by the last check (empty if there is none)."""
         self._inquiry = inquiry
         self._ages = ages
         self._waits = waits
@@ -34,11 +34,11 @@ class StallReporter:
 
     @property
     def covered(self) -> float:
-        """Time before which all waits have begun that were in a report with a sufficient age."""
+        """Start of the last wait that was reported with a sufficient age."""
         return self._inquiry.reported - (self.after or 0.0) / 2
 
     def look(self, now: float) -> None:
-        """Ask all ranks if a report is due, and report after they had time to answer."""
+        """Ask all ranks if a report is due, then report after some time for the answers."""
         due = [age for age in self._ages() if self._is_due(age, now)]
         if not due:
             self._asked = None
@@ -52,7 +52,7 @@ class StallReporter:
             self._asked = None
 
     def _is_due(self, seconds: float, now: float) -> bool:
-        """Return True if a wait of this age must be reported: for each wait once, and again each minute."""
+        """Return True if a wait of this age must be reported: once, then again each minute."""
         if self.after is None or seconds < self.after:
             return False
         return self.covered < now - seconds or now >= self._inquiry.reported + _PAUSE_SECONDS
@@ -62,7 +62,7 @@ class StallReporter:
         return [rank for rank in range(channel.size) if rank != channel.rank and rank not in channel.exits()]
 
     def _is_anothers(self, now: float) -> bool:
-        """Return True if a lower rank has a wait to report too, so that it reports."""
+        """Return True if a lower rank has a wait to report too, and so reports."""
         assert self._asked is not None
         known = (self._inquiry.answer(rank, self._asked) for rank in range(self._inquiry.channel.rank))
         waits = (wait for answer in known if answer is not None for wait in answer.waits)
@@ -94,7 +94,7 @@ class StallReporter:
 
 
 def _circle(waiting: Mapping[int, Sequence[Wait]]) -> list[int]:
-    """Return ranks that each wait for the next one, and the last for the first; empty if one of them may continue."""
+    """Return ranks that wait for one another in a circle (empty if one of them may continue)."""
     left = {rank: [set(wait.ranks) for wait in waits] for rank, waits in waiting.items() if waits}
     while free := [rank for rank, waits in left.items() if not all(whom and whom <= left.keys() for whom in waits)]:
         for rank in free:

@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host map: an arena for each rank, and tables common to all."""
+"""Tensors in memory that the ranks of a host map: an arena per rank, and common tables."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class SharedMemory(Base):
         The tensor belongs to this rank: no other rank reads its elements, except collectives, which reduce in place
         there. Use `shared_table` for a tensor that all ranks see.
 
-        Local, from any thread; ranks may call it differently. It is a plain tensor, and views of it count. Collectives
-        of `impl="shm"` copy nothing of it: from issue to completion the ranks work in one another's tensors. Its pages
-        are reserved, and returned when the last tensor in them is deleted. It works after the communicator was closed
-        or aborted. Without other ranks that share memory with this one it is `torch.empty`; so it is on a CUDA
-        `device`, whose memory ranks of a host can map anyway (`impl="cuda_ipc"`). Raises MemoryError, with the bytes
-        requested, if there are not enough pages.
+        Local, from any thread. Ranks may call it differently. The result is a plain tensor. Views of the tensor have
+        the same properties. Collectives of `impl="shm"` copy none of its bytes: from issue to end the ranks work in one
+        another's tensors. The pages are reserved until the last tensor in them is deleted. The tensor remains valid
+        after the communicator was closed or aborted. Without other ranks that share memory, the result is that of
+        `torch.empty`. The same holds for a CUDA `device`, whose memory ranks of a host can map anyway
+        (`impl="cuda_ipc"`). Raises MemoryError, with the bytes requested, if there are not enough pages.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         near = self._registry.resources.near
@@ -59,24 +59,25 @@ class SharedMemory(Base):
     def shared_table(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, *, timeout: float | None = None
     ) -> Handle[Tensor]:
-        """Return a tensor of zeros that all ranks of this host share: each rank reads what another has written.
+        """Return a tensor of zeros that all ranks of this host share: each rank reads the writes of the others.
 
-        Every rank calls it with the same shape and dtype. Each host has one table, of `shape` elements; so have the
-        ranks of one process (`local`). One rank of a host writes, and all read after a barrier:
+        Every rank makes this call with the same shape and dtype. Each host has one table, of `shape` elements. The
+        ranks of one process (`local`) share one too. One rank of a host writes, then all read after a barrier:
 
             table = await coll.shared_table((1_000_000, 64))
             if coll.local_rank == 0:
                 table.copy_(torch.load("embedding.pt"))
             await coll.barrier()
 
-        It is a plain tensor on the CPU. Only the barriers of the program order its accesses; in a collective that
-        writes to it several ranks would write to the same memory. Its pages are reserved. They are freed when the last
-        tensor of it is deleted on every rank of the host, or its processes are killed: it has no file name.
+        The table is a plain tensor on the CPU. Only the barriers of the program order accesses to the table. In a
+        collective that writes to the table, several ranks would write to the same memory. The pages are reserved. They
+        are freed when the last tensor of the table is deleted on every rank of the host, or the processes are killed:
+        the table has no file name.
 
         Raises TypeError or ValueError for an impossible shape or dtype. On await, on every rank: MismatchError if ranks
-        ask for different ones, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host share no
-        memory (AIODIST_SHM=0), and BackendError if a rank cannot map it, such as one without a free descriptor. Cost:
-        two `allgather_object`; a mapping and a descriptor on each rank while tensors of it live.
+        ask for different tables, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host share no
+        memory (AIODIST_SHM=0), BackendError if a rank cannot map the table, for example without a free descriptor.
+        Cost: two `allgather_object`; a mapping and a descriptor on each rank while tensors of the table live.
         """
         size = _checked_shape(shape, dtype)
         topology = self.topology
@@ -105,10 +106,10 @@ class SharedMemory(Base):
     async def _shared(
         self, p: Primitives, here: Sequence[int], offer: HostTable | str | MemoryError | None
     ) -> tuple[mmap | None, list[tuple[Any, str]]]:
-        """Map the table that one of the ranks `here` offers; return its bytes, and each rank's offer and failure.
+        """Map the table that one of the ranks `here` offers. Return the bytes, with the offer and failure of each rank.
 
-        The ranks exchange two messages: their offers, then their failures to map them. After that no rank needs the
-        descriptor; it is closed when this program ends, which has the only reference to the offer.
+        The ranks exchange two messages: offers, then failures to map. After that no rank needs the descriptor. The end
+        of this program, which has the only reference to the offer, closes the descriptor.
         """
         said: HostTable | Named | str | MemoryError | None = offer
         if isinstance(offer, HostTable):
@@ -127,7 +128,7 @@ class SharedMemory(Base):
         return memory, list(zip(offers, lacks, strict=True))
 
     def _mapped(self, named: Named, here: Sequence[int]) -> mmap:
-        """Return the bytes of the table; raise OSError or ValueError unless they can be mapped."""
+        """Return the bytes of the table, or raise OSError or ValueError if the mapping fails."""
         near = self._registry.resources.near
         if near is None or self.rank == here[0]:  # a descriptor of this process
             return mapped(named.fd, named.nbytes)
@@ -136,8 +137,8 @@ class SharedMemory(Base):
     def arena(self, nbytes: int) -> None:
         """Reserve `nbytes` for later `arena_empty` calls on this rank, until the world is closed.
 
-        Tensors that fit in it cost no system call. Local; raises MemoryError as `arena_empty`, and ValueError unless
-        `nbytes` is positive.
+        Tensors that fit into reserved memory cost no system call. Local. Raises MemoryError as `arena_empty`, and
+        ValueError unless `nbytes` is positive.
         """
         self._dispatcher.check_usable()
         if nbytes <= 0:
@@ -146,25 +147,25 @@ class SharedMemory(Base):
             self._registry.resources.near.arena.reserve(nbytes)
 
     def to_arena_(self, t: Shared) -> Shared:
-        """Move a tensor or a module into this rank's arena, in place, as if `arena_empty` had made it; return `t`.
+        """Move a tensor or a module into this rank's arena, in place, as if `arena_empty` had made it. Return `t`.
 
-        All tensors with the same storage move too. A module moves with its parameters and buffers, tied ones once.
-        Gradients in buckets of `aiodist.nn` are there already. Parameters stay the same objects, for
-        optimizers, hooks, graphs, `state_dict`, `deepcopy` and `torch.save`. Three things differ: the tensors cannot
-        grow (`resize_`), a forked child has the same memory instead of a copy, and an address taken before
-        (`data_ptr()`, DLPack) is invalid.
+        All tensors with the same storage move too. A module moves with all parameters and buffers, tied ones once.
+        Gradients in buckets of `aiodist.nn` are there already. Parameters stay the same objects, for optimizers, hooks,
+        graphs, `state_dict`, `deepcopy` and `torch.save`. Three things differ: the tensors cannot grow (`resize_`), a
+        forked child has the same memory instead of a copy, and an address taken before (`data_ptr()`, DLPack) is
+        invalid.
 
-        The call is local and works from any thread, while no other code uses the tensors; ranks may call it
+        The call is local and works from any thread, while no other code uses the tensors. Ranks may call it
         differently. Tensors in the arena stay. If no other rank shares memory with this one, nothing moves.
 
         Raises:
-            TypeError: for anything that is neither tensor nor module.
+            TypeError: for an argument that is neither tensor nor module.
             ValueError: with nothing moved, for a tensor that is not on the CPU, not dense, or a wrapper of other
                 tensors; whose memory torch does not own (`.numpy()` was called, numpy or a file has it, other processes
                 share it); or whose storage is more than twice as large.
             BufferInFlight: if an operation uses a tensor.
             BackendUnavailable: if torch is older than 2.13.
-            MemoryError: as `arena_empty`; it says how many storages have moved.
+            MemoryError: as `arena_empty`, with the number of moved storages.
 
         Cost: each storage is copied once, exists twice during the copy, and then takes whole pages.
         """
@@ -183,7 +184,7 @@ async def _of_all(p: Primitives, mine: object) -> list[Any]:
 
 
 def _table(size: Sequence[int], dtype: torch.dtype, found: tuple[mmap | None, list[tuple[Any, str]]]) -> Tensor:
-    """Return the table, from its bytes and each rank's offer and failure; raise if a rank has failed."""
+    """Return the table, from its bytes and the offer and failure of each rank, or raise if a rank has failed."""
     memory, said = found
     for rank, (offer, lack) in enumerate(said):
         if isinstance(offer, MemoryError):
@@ -201,7 +202,7 @@ def _table(size: Sequence[int], dtype: torch.dtype, found: tuple[mmap | None, li
 
 
 def _checked_shape(shape: int | Sequence[int], dtype: object) -> tuple[int, ...]:
-    """Return `shape` as a tuple; raise TypeError or ValueError unless a tensor of `dtype` can have it."""
+    """Return `shape` as a tuple, or raise TypeError or ValueError if no tensor of `dtype` can have this shape."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {type(dtype).__name__}: expected a torch.dtype")
     try:

@@ -1,6 +1,6 @@
 """Communicators that threads other than the loop's may use too: `dup(thread=True)`.
 
-[Note: shared state of an issuing call] The state that threads share, and the reason why it is safe:
+[Note: shared state of an issuing call] The state that threads share, with the reason for its safety:
 
 | state | writers | reason |
 |---|---|---|
@@ -34,7 +34,7 @@ def _issues(call: Call) -> Call:
     @wraps(call)
     def issue(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         issuing = self._dispatcher.lifetime.issuing
-        if issuing is None:  # in a forked child, where the call is refused
+        if issuing is None:  # a forked child, which may not call
             return call(self, *args, **kwargs)
         issuing.begin()
         try:
@@ -71,12 +71,12 @@ def _makes(call: Call) -> Call:
 
 
 async def _returned(call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Return the result of `call` without awaiting it, as a portal would."""
+    """Return the result of `call` without an await, as a portal would."""
     return call()
 
 
 class ThreadedCommunicator(Communicator):
-    """A communicator whose collectives and messages any thread may call, one at a time; see `Communicator.dup`."""
+    """A communicator that any thread may call, one at a time (see `Communicator.dup`)."""
 
     @property
     def portal(self) -> BlockingPortal:
@@ -125,5 +125,5 @@ class ThreadedCommunicator(Communicator):
     shrink = _by_portal(Communicator.shrink)  # the communicator no longer accepts calls then
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Abort as `Communicator.abort`; from another thread, when the loop runs."""
+        """Abort as `Communicator.abort`. A call of another thread takes effect when the loop runs."""
         self._dispatcher.progress.on_loop(lambda: super(ThreadedCommunicator, self).abort(reason))

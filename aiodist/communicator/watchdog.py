@@ -1,7 +1,7 @@
 """The watchdog: asks all ranks about a slow operation, so that reports and errors name the late ranks.
 
-An operation that is pending at two checks in a row is published to the other ranks. A rank that has not issued it
-answers with its last operation, and again when it issues it. A rank that still waits after a second, or at half of the
+An operation that is pending at two checks in a row is published to the other ranks. A rank that has not issued the
+operation answers with its last one, and again at the issue. A rank that still waits after a second, or at half of the
 nearest deadline, asks the others for their states, repeatedly with growing pauses. A healthy program sends none of
 these messages.
 """
@@ -48,9 +48,9 @@ class _Stalled:
 
     since: float
     ends: float
-    """Its own deadline."""
+    """Deadline of the operation."""
     waited: float = inf
-    """Time since which the program waits for it; inf if it does not wait."""
+    """Time since which the program waits for the operation, or inf without a wait."""
     published: bool = False
     asked: float = -inf
     polled: float = -inf
@@ -70,7 +70,7 @@ class _Stalled:
         return False
 
     def note_wait(self, handle: Handle[Any], is_message: bool, now: float) -> None:
-        """Record the time since which the program waits: it need not wait for a receive that it posted in advance."""
+        """Record the time since which the program waits, which may be later than the post of a receive."""
         if internals.was_looked_at(handle):
             self.polled = now
         waits = internals.is_awaited(handle) or now - self.polled < _POLLED_SECONDS
@@ -83,7 +83,7 @@ class _Stalled:
 
 
 class Watch(Quiet):
-    """Checks the pending operations of one rank ten times a second while there are any; on its loop's thread."""
+    """Checks the pending operations of one rank ten times a second, while there are any (loop's thread)."""
 
     def __init__(self, channel: Channel, progress: Progress) -> None:
         self.watching = False
@@ -104,7 +104,7 @@ class Watch(Quiet):
 
     @classmethod
     def of(cls, progress: Progress, channel: Channel) -> Watch:
-        """Return the watch of this rank, which lives as long as its communicators."""
+        """Return the watch of this rank, which lives as long as the communicators."""
         of_loop: dict[Channel, Watch] = progress.belongings.setdefault(cls, {})
         if channel not in of_loop:
             of_loop[channel] = cls(channel, progress)
@@ -118,7 +118,7 @@ class Watch(Quiet):
             self.progress.belongings[Watch].pop(self.inquiry.channel, None)
 
     def keep_watch(self) -> None:
-        """Schedule the next check; from any thread, after the operation is pending."""
+        """Schedule the next check after an operation is pending (any thread)."""
         if self.watching:
             return
         self.watching = True
@@ -147,11 +147,11 @@ class Watch(Quiet):
         return [age for member in list(self.members.values()) for age in member.ages()]
 
     def waits(self) -> list[Wait]:
-        """Return the waits of this rank; from any thread."""
+        """Return the waits of this rank (any thread)."""
         return [wait for member in list(self.members.values()) for wait in member.waits(self.report.covered)]
 
     def here(self) -> str:
-        """Return the state of this rank as text; on the loop's thread."""
+        """Return the state of this rank as text (loop's thread)."""
         return self._here("", True).text(loop_answers=None)
 
     def _here(self, comm: str, on_loop: bool) -> Whereabouts:
@@ -171,7 +171,7 @@ class Watch(Quiet):
         return "; ".join(dict.fromkeys(parts) if active else [*parts, "has issued nothing yet"])
 
     def tasks(self) -> Iterator[asyncio.Task[Any]]:
-        """Yield the tasks of this rank: first the one that opened it, then all others if the loop has no other rank."""
+        """Yield the tasks of this rank: first the opening task, then all others if the loop has no other rank."""
         opener = None if self._opener is None else self._opener()
         if opener is not None and not opener.done():
             yield opener
@@ -180,7 +180,7 @@ class Watch(Quiet):
 
 
 class Watchdog:
-    """Watches the pending operations of one communicator, on the loop's thread, and finds the ranks that block them."""
+    """Watches the pending operations of one communicator, and finds the ranks that block them (loop's thread)."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Watchdog:
         self.messages = 0
         """Number of issued messages."""
         self.on_receive: Callable[[Handle[Any], int], None] | None = None
-        """Called with each receive from a certain rank, when it is issued."""
+        """Called with each receive from a certain rank, at the issue."""
         self.mailbox = mailbox
         self.uses: Callable[[], Mapping[str, int]] = dict
         """Returns the number of uses of each name on this rank."""
@@ -215,10 +215,10 @@ class Watchdog:
         self._reached = dict.fromkeys((rank for rank in range(len(ranks)) if rank != self._rank), 0)
         """Least number of collectives that each other rank has issued."""
         self._old: set[tuple[int, int]] = set()
-        """Ids and numbers of handles pending at the last check; references would keep their tensors alive."""
+        """Ids and numbers of handles pending at the last check. References would keep their tensors alive."""
         self._stalled: WeakKeyDictionary[Handle[Any], _Stalled] = WeakKeyDictionary()
         self._asked: dict[tuple[str, int], set[int]] = {}
-        """Ranks that wait for this rank, by name and number of uses; see the conversation."""
+        """Ranks that wait for this rank, by name and number of uses (see the comment on the conversation)."""
         watch.members[name] = self
         self._inquiry.channel.subscribe(self._topic, self._heard)
 
@@ -238,7 +238,7 @@ class Watchdog:
     # --- checking ------------------------------------------------------------------------------------------
 
     def look(self, now: float, *, hurry: bool = False) -> None:
-        """Publish stalled operations, and ask about long waits; `hurry` treats all pending operations so."""
+        """Publish stalled operations, and ask about long waits. True for `hurry` includes all pending operations."""
         pending = list(self.pending)
         old = [handle for handle in pending if hurry or (id(handle), handle.seq) in self._old]
         self._old = {(id(handle), handle.seq) for handle in pending}
@@ -288,10 +288,10 @@ class Watchdog:
         return [*([] if collective is None else [collective]), *unordered]
 
     def _missing(self, handle: Handle[Any]) -> list[int]:
-        """Return the ranks that have not issued the collective, or their end of the message."""
+        """Return the ranks that have not issued the collective or the other end of the message."""
         what = self.pending.get(handle)
         if isinstance(what, Peer):
-            if self._message_of(handle) is not None:  # matched: it waits for its bytes, not for a call
+            if self._message_of(handle) is not None:  # matched: the receive waits for its bytes, not for a call
                 return []
             ends = [end for end in (what.src, what.dst) if end is not None]
             return list(self._reached) if ANY in ends else [end for end in dict.fromkeys(ends) if end in self._reached]
@@ -340,7 +340,7 @@ class Watchdog:
         return last is not None and bool(last.call)
 
     def last(self) -> str:
-        """Return the last operation of this rank as text; from any thread."""
+        """Return the last operation of this rank as text (any thread)."""
         last, use = self._oplog.last(), self._last_use
         after = []
         if last is not None:
@@ -349,7 +349,7 @@ class Watchdog:
         return ", ".join(after) or ("has issued no collective yet" if self.has_issued else "has issued nothing yet")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the ranks, and the last operations of this one, as values of JSON; from any thread."""
+        """Return the waiting ranks, with the last operations of this rank, as values of JSON (any thread)."""
         seq = self._oplog.seq
         records = (self._oplog.find(number) for number in range(max(0, seq - _RECENT), seq))
         collectives = [handle for handle, meets in self.pending.items() if meets is True]
@@ -364,7 +364,7 @@ class Watchdog:
         return [now - each.waited for each in stalled if each is not None and each.waited < inf]
 
     def waits(self, covered: float) -> list[Wait]:
-        """Return the waits of this rank, first those that began soon after the time `covered`; from any thread."""
+        """Return the waits of this rank, first the earliest ones after the time `covered` (any thread)."""
         now = self._inquiry.now()
         found = []
         for handle in self._watched([handle for handle in list(self.pending) if internals.is_pending(handle)]):
@@ -386,12 +386,12 @@ class Watchdog:
         return Wait(f"{self._text(handle, what)}{in_flight}", round(seconds, 1), whom)
 
     def _message_of(self, handle: Handle[Any]) -> int | None:
-        """Return the bytes of the matched message of a receive, which is in flight; None for other operations."""
+        """Return the bytes of the matched message of a receive, which is in flight, or None for other operations."""
         taking = self.mailbox.taking.copy()
         return next((nbytes for wanted, nbytes in taking.items() if wanted.handle is handle), None)
 
     def _text(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
-        """Return the text of a pending operation in reports: the user's call that it is a part of, if any."""
+        """Return the text of a pending operation in reports: the user's call with this part, if any."""
         if call := self._call(handle):
             return f"{call} issued at {handle.origin}"
         return f"{handle}{f' {meets}' if isinstance(meets, Peer) else ''} on {self._name!r}"
@@ -400,7 +400,7 @@ class Watchdog:
         return self._oplog.calls.get(internals.issued_at(handle), "") if self._oplog.calls else ""
 
     def facts(self) -> tuple[CommFacts, list[PendingOp]] | None:
-        """Return the facts for the search for deadlocks; None if an operation may end without another rank's call."""
+        """Return the facts for the search for deadlocks, or None if an operation may end without the other ranks."""
         pending = [(handle, meets) for handle, meets in self.pending.items() if internals.is_pending(handle)]
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
         sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
@@ -430,7 +430,7 @@ class Watchdog:
         return PendingOp(self._name, self._text(handle, meets), number, name, peers, self._call(handle), kept)
 
     def _since(self, handle: Handle[Any]) -> float | None:
-        """Return the time of the first message about it, or about the collective that it waits for."""
+        """Return the time of the first message about the operation, or about the collective before it."""
         stalled = self._stalled.get(handle)
         if self.pending.get(handle) is True:
             first = next((h for h in list(self.pending) if self.pending.get(h) is True), handle)
@@ -438,19 +438,19 @@ class Watchdog:
         return None if stalled is None else stalled.since
 
     # --- the conversation ----------------------------------------------------------------------------------
-    # Messages are about the uses of a name; "" stands for all collectives without a name.
+    # Messages are about the uses of a name. The name "" means all collectives without a name.
 
     def _issued(self, name: str) -> int:
         """Return the number of uses of `name` that this rank has issued."""
         return self.uses().get(name, 0) if name else self._oplog.seq
 
     def _send(self, ranks: Sequence[int], what: str, name: str, issued: int, last: str = "") -> None:
-        """Send `ranks` the least number of uses of `name` that this rank has issued; "stalled" requests an answer."""
+        """Send `ranks` the number of uses of `name` that this rank has issued. "stalled" requests an answer."""
         for rank in ranks:
             self._inquiry.channel.send(self._ranks[rank], self._topic, [what, name, issued, last])
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
-        """Handle a message; on the listener thread."""
+        """Handle a message (listener thread)."""
         what, name, issued, last = message
         src = self._ranks.index(world_rank)
         self._record_issued(src, name, issued)
@@ -487,7 +487,7 @@ class Watchdog:
             self._notify(use.name, use.count + 1)
 
     def _notify(self, name: str, issued: int) -> None:
-        """Notify the ranks that wait for it; from any thread."""
+        """Notify the ranks that wait for this one (any thread)."""
         if not name:
             self._oplog.awaited.pop(issued - 1, None)  # an entry slows every record down
         self._send(list(self._asked.pop((name, issued), ())), "reached", name, issued)

@@ -1,8 +1,8 @@
-"""Late ranks: each rank records its arrival time at each collective, and the first rank compares them.
+"""Late ranks: the first rank compares the arrival times of all ranks at each collective.
 
-Once a second, while operations are issued, the first rank of the world asks all others for the arrival times at their
-last operations, and measures their clocks. It sends them the last rank of each operation that made ranks wait. Each
-rank adds these waits up by its own log. A rank measures the waits of its receives itself, and sends them to all.
+Once a second, while operations are issued, the first rank of the world measures the clocks of the others, and asks for
+the arrival times at the last operations. The first rank then sends all ranks the last rank of each operation with
+waits. Each rank adds up these waits by its own log. A rank measures and sends the waits of its receives itself.
 Everything except the comparison runs in the listener threads.
 """
 
@@ -45,10 +45,10 @@ Times = NDArray[np.int64]  # (operations, 2): numbers, and nanoseconds
 
 @dataclass(eq=False)
 class _Followed:
-    """One communicator of this rank, and the waits on it."""
+    """One communicator of this rank, with its waits."""
 
     dispatcher: Dispatcher
-    closed: bool = False  # it was closed at the last report
+    closed: bool = False  # closed at the last report
     reported: int = 0  # operations without a name that the first rank knows
     named: dict[tuple[str, int], Record] = field(default_factory=dict)  # last named operations, by name and use
     received: deque[tuple[str, int, float]] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
@@ -62,11 +62,11 @@ class _Followed:
 
     @property
     def log(self) -> OpLog:
-        """The log of its operations."""
+        """Log of the operations."""
         return self.dispatcher.oplog
 
     def find(self, name: str, number: int) -> Record | None:
-        """Return the record of an operation, or of a use of a name; None if it was discarded."""
+        """Return the record of an operation, or of a use of a name, or None if it was discarded."""
         return self.named.get((name, number)) if name else self.log.find(number)
 
     def new_arrivals(self) -> Iterator[tuple[str, bytes]]:
@@ -86,7 +86,7 @@ class _Followed:
             yield name, np.array(times, np.int64).tobytes()
 
     def add(self, name: str, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
-        """Add (number, last rank, seconds waited) of operations; return the sums."""
+        """Add (number, last rank, seconds waited) of operations. Return the sums."""
         for number, last, waited in late.tolist():
             record = self.find(name, int(number))
             kind = "" if record is None else f"{record.what.kind} {name!r}" if name else record.what.kind
@@ -96,7 +96,7 @@ class _Followed:
         return self._sums()
 
     def add_received(self, op: str, src: int, waited: float) -> WaitingCall:
-        """Add seconds that ranks waited for messages of `src`; return the sums."""
+        """Add seconds that ranks waited for messages of `src`. Return the sums."""
         self._add(op, src, waited)
         return self._sums()
 
@@ -192,7 +192,7 @@ class ArrivalTimes:
             self._task = asyncio.get_running_loop().create_task(self._compare(), name="aiodist-arrivals")
 
     async def finish(self) -> None:
-        """Compare a last time; collective."""
+        """Compare a last time. Collective."""
         await self._world.barrier()
         if self._world.rank == 0:
             self._ignore_looks()
@@ -202,7 +202,7 @@ class ArrivalTimes:
         await self._world.barrier()
 
     async def _compare(self) -> None:
-        """Compare the arrival times of all ranks, and send them the late ranks; raises nothing."""
+        """Compare the arrival times of all ranks, and send the late ranks to all. Raises nothing."""
         self._began = perf_counter()
         with suppress(TimeoutError, RuntimeError):  # a rank is stopped or lost; the channel is closed
             offsets = await self._clock.measure(_ROUND_TRIPS)
@@ -290,7 +290,7 @@ class _Report:
         self.issued = 0
         self._seconds = dict.fromkeys(ranks, 0.0)
         self._lines: dict[tuple[int, Record | None], float] = {}
-        """Seconds by rank, and by operation with its line (the record without its number)."""
+        """Seconds by rank, and by operation with line (the record without the number)."""
         self._compared = 0
         self._error = 0.0
 
@@ -331,7 +331,7 @@ class _Report:
 def lateness(came: Sequence[Times], error: float) -> tuple[Times, NDArray[np.float64]]:
     """Return the numbers of operations that all ranks have reached, and (number, last rank, seconds) of late ones.
 
-    An operation is late if the arrivals differ by more than the error of the clocks; seconds are summed over ranks.
+    An operation is late if the arrivals differ by more than the error of the clocks. Seconds are summed over ranks.
     """
     numbers = reduce(np.intersect1d, [one[:, 0] for one in came])
     times = np.stack([_times(one, numbers) for one in came])  # (ranks, operations)

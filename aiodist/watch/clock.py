@@ -1,7 +1,7 @@
 """One clock for all ranks: offsets from the first rank's clock, by round trips on the control channel.
 
-The shortest of several round trips is the best measurement (Cristian 1989, doi:10.1007/BF01784024): the other rank read
-its clock within it, so the error of its middle is at most half of it.
+The shortest of several round trips is the best measurement (Cristian 1989, doi:10.1007/BF01784024). The other rank read
+the clock within that round trip. So the error of the middle is at most half of the round trip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANSWER_SECONDS = 2.0  # longest wait for a stopped rank
 class Offset(NamedTuple):
     """Difference between a rank's clock and the first rank's."""
 
-    seconds: float = 0.0  # to add to its time
+    seconds: float = 0.0  # to add to the time of that rank
     error: float = inf  # largest error, in seconds
 
 

@@ -1,11 +1,11 @@
-"""Stalled ranks report their pending operations to one rank, which finds deadlocks and notifies all ranks.
+"""Stalled ranks report pending operations to one rank, which finds deadlocks and notifies all.
 
     a rank is stalled at two checks in a row -> it reports -> it is asked again -> it reports the same -> the verdict
 
-The judge is the first rank that has not left. It decides on its listener thread, so that its program may compute.
-Reports may be from different times, so the judge asks all ranks of a deadlock again. If all report the same, there was
-a time between the first answers and the second questions at which all ranks were in these states; see
-[Note: no false alarm] in docs/design/watch.md.
+The judge is the first rank that has not left. The judge decides on its listener thread, so its program may compute
+meanwhile. Reports may be from different times, so the judge asks all ranks of a deadlock again. If all report the same,
+there was a time between the first answers and the second questions at which all ranks were in these states. See [Note:
+no false alarm] in docs/design/watch.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiodist.watch.graph import Lock, drawn, locked
 from aiodist.watch.stillness import why_not_stalled
 
 _TOPIC = "deadlocks"
-_PAUSE_SECONDS = 1e-3  # before a check or a message, so that the other ranks of the loop can do theirs
+_PAUSE_SECONDS = 1e-3  # before a check or a message, so that the other ranks of the loop can act
 _ROUND_SECONDS = 1.0  # after this time, a rank without an answer is asked again
 _STACKS = 4
 
@@ -49,9 +49,9 @@ class Deadlocks(Quiet):
         self._progress = watch.progress
         # On the loop's thread.
         self._issued = -1
-        self._seen: Facts | None = None  # pending operations at the last check, if it was stalled
-        self._reported: tuple[int, Facts] | None = None  # the last report and its judge
-        self._asked = (0, 0)  # the asking judge, and its round
+        self._seen: Facts | None = None  # pending operations at the last check, if this rank was stalled
+        self._reported: tuple[int, Facts] | None = None  # the last report, with the judge
+        self._asked = (0, 0)  # the asking judge, with the round
         self._outbox: list[tuple[int, list[Any]]] = []
         # On the listener thread.
         self._known: dict[int, Facts] = {}
@@ -63,7 +63,7 @@ class Deadlocks(Quiet):
     # --- a waiting rank, on the loop's thread ----------------------------------------------------------------
 
     def look(self) -> None:
-        """Report to the judge if this rank is stalled; called while operations are pending."""
+        """Report to the judge if this rank is stalled. Called while operations are pending."""
         before, self._issued = self._issued, sum(member.issued for member in self._watch.members.values())
         facts = self._facts() if self._issued == before else None  # skips the costly check for a running program
         judge = next(rank for rank in range(self._channel.size) if rank not in self._channel.exits())
@@ -74,7 +74,7 @@ class Deadlocks(Quiet):
             self._send(judge, ["waits", 0, facts, []])
 
     def _facts(self) -> Facts | None:
-        """Return the pending operations; None if this rank may continue."""
+        """Return the pending operations, or None if this rank may continue."""
         self._watch.report.may_continue = reason = why_not_stalled(self._progress, self._channel)
         found = [member.facts() for member in self._watch.members.values()]
         if None in found or reason:
@@ -91,7 +91,7 @@ class Deadlocks(Quiet):
         judge, number = self._asked
         facts = self._facts()
         if facts is None:
-            self._reported = None  # it reports again after its next stall
+            self._reported = None  # the rank reports again after its next stall
         stacks = [stack_of_task(task) for task in self._watch.tasks()]
         self._send(judge, ["answer", number, facts, [stack for stack in stacks if stack][:_STACKS]])
 
@@ -106,7 +106,7 @@ class Deadlocks(Quiet):
                 self._channel.send(rank, _TOPIC, message)
 
     def _raise(self, text: str, cycle: list[int], comms: list[str]) -> None:
-        """Abort the communicators in which this rank waits, and `comms`: all raise the same error."""
+        """Abort `comms` and the communicators in which this rank waits, all with the same error."""
         for name, member in list(self._watch.members.items()):
             if member.pending or name in comms:
                 member.abort(DeadlockError(text, cycle=tuple(cycle)))
@@ -132,7 +132,7 @@ class Deadlocks(Quiet):
                 self._count_answer(self._round, src, facts, more)
 
     def _judge(self) -> None:
-        """Ask the ranks of a deadlock again, unless they have just been asked."""
+        """Ask the ranks of a deadlock again, unless the last question is recent."""
         exits = self._channel.exits()
         reports = {rank: facts for rank, facts in self._known.items() if rank not in exits}
         lock, now = locked(reports), self._progress.loop.time()

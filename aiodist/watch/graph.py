@@ -1,6 +1,6 @@
-"""The wait-for graph: finds ranks that can never continue, from each rank's own report. Pure; no I/O.
+"""The wait-for graph: finds ranks that can never continue, from the reports of the ranks. Pure, without I/O.
 
-Each rank reports its facts when it is stalled (`stillness`), so it can continue only after the end of one of its
+Each rank reports its facts when stalled (`stillness`). A stalled rank continues only after the end of one of its
 pending operations. A set of such ranks is locked if each operation of each rank needs an action of a rank of the set:
 the first action in the set would need an earlier one. `locked` returns the largest such set. [Note: no false alarm] in
 docs/design/watch.md has the argument.
@@ -20,7 +20,7 @@ _TRAINING = ("net.", "opt.", "local.")
 
 
 class Blocked(NamedTuple):
-    """An operation that cannot end, and the ranks that have yet to do their part of it."""
+    """An operation that cannot end, with the ranks whose part is missing."""
 
     op: PendingOp
     ranks: list[int]
@@ -30,7 +30,7 @@ class Lock(NamedTuple):
     """Ranks that can never continue."""
 
     waits: dict[int, list[Blocked]]  # pending operations of each rank
-    cycle: list[int]  # each rank waits for the next one, and the last for the first
+    cycle: list[int]  # the ranks wait for one another in a circle
 
 
 def locked(reports: Mapping[int, Facts]) -> Lock | None:
@@ -49,16 +49,16 @@ def locked(reports: Mapping[int, Facts]) -> Lock | None:
 
 
 def _blocking(rank: int, op: PendingOp, comms: Mapping[int, Mapping[str, CommFacts]]) -> list[int]:
-    """Return the stalled ranks without which `op` of `rank` cannot end; empty if it may end."""
+    """Return the stalled ranks without which `op` of `rank` cannot end (empty if `op` may end)."""
     mine = comms[rank][op.comm]
     there = {other: comm for other in mine.ranks if (comm := comms.get(other, {}).get(op.comm)) is not None}
     if not op.peers:
         return [other for other, comm in there.items() if _issued(comm, op.name) <= op.number]
-    if op.kept:  # it ends only after a receive has matched it, and the matched ones have ended
+    if op.kept:  # such a send ends only after its match, and the matched sends have ended
         (peer,) = op.peers
         unmatched = peer in there and _found(mine.kept, peer) == _found(there[peer].matched, rank)
         return op.peers if unmatched else []
-    # Any of them could end it, and so could a message in flight.
+    # Any of these ranks could end the operation, and so could a message in flight.
     for other in op.peers:
         if other not in there or (other != rank and _found(there[other].sent, rank) != _found(mine.heard, other)):
             return []
@@ -87,7 +87,7 @@ def _cycle(waits: Mapping[int, list[Blocked]]) -> list[int]:
 
 
 def drawn(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
-    """Yield lines: the cycle, then the pending operations of each rank and the stacks of its tasks."""
+    """Yield lines: the cycle, then pending operations and stacks of the tasks of each rank."""
     first, *others = lock.cycle
     if others:
         chain = "".join(f" waits for rank {rank}, which" for rank in others)

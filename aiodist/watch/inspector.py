@@ -1,7 +1,7 @@
-"""A running job answers `aiodist inspect`: rank 0 asks all ranks, and sends their answers to its socket's clients.
+"""A running job answers `aiodist inspect`: rank 0 asks all ranks, and sends the answers to the clients.
 
-Ranks answer twice, as for `Inquiry`: immediately on the listener thread, and from their loop when it runs. The socket
-has a thread of its own, which waits for connections, so it answers also if everything else is blocked.
+Ranks answer twice, as for `Inquiry`: immediately on the listener thread, and later on the loop. A separate thread waits
+for connections, and answers also if everything else is blocked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def inspected(watch: Watch, channel: Channel, job: int | None) -> Iterator[None]
 
 
 class Inspector:
-    """One rank's answers, and its questions to the others."""
+    """Answers and questions of one rank."""
 
     def __init__(self, watch: Watch, channel: Channel) -> None:
         self._watch = watch
@@ -51,7 +51,7 @@ class Inspector:
         channel.subscribe(_TOPIC, self._heard)
 
     def ask(self) -> list[dict[str, Any]]:
-        """Return the state of each rank; on a thread of its own."""
+        """Return the state of each rank (separate thread)."""
         self._number += 1
         exits, mine = self._channel.exits(), self._channel.rank
         answers: dict[int, dict[str, Any]] = {rank: {} for rank in range(self._channel.size) if rank not in exits}
@@ -136,7 +136,7 @@ def _serve(server: socket.socket, inspector: Inspector, job: int) -> None:
 
 
 def _callers(server: socket.socket) -> list[socket.socket]:
-    """Wait for a client; return all waiting clients, which get the same answer; none after the shutdown."""
+    """Wait for a client. Return all waiting clients, which get the same answer, or none after the shutdown."""
     callers: list[socket.socket] = []
     with suppress(OSError):
         server.settimeout(None)

@@ -1,4 +1,4 @@
-"""This host's jobs that can be inspected, each by a socket in the user's runtime folder. Imports no torch."""
+"""Jobs of this host, each inspected by a socket in the user's runtime folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = 5.0
 
 
 def claim(job: int) -> Path:
-    """Return a path for the job's socket, in a private folder of this user; a stale socket is removed."""
+    """Return a path for the job's socket, in a private folder of this user, after removal of a stale socket."""
     path = job_socket(job)
     folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def claim(job: int) -> Path:
 
 
 def running() -> list[int]:
-    """Return the jobs whose sockets answer; stale sockets are removed."""
+    """Return the jobs whose sockets answer. Stale sockets are removed."""
     found = [path for path in job_socket(0).parent.glob("*.sock") if path.stem.isdecimal() and _is_alive(path)]
     return sorted(int(path.stem) for path in found)
 
@@ -52,7 +52,7 @@ def look(job: int | None) -> dict[str, Any]:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return True if a process serves the socket; the socket of a killed process is removed."""
+    """Return True if a process serves the socket. The socket of a killed process is removed."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SECONDS)

@@ -33,7 +33,7 @@ def watched_loop(progress: Progress, rank: int, seconds: float | None) -> Iterat
 
 
 class _LoopWatcher(Quiet):
-    """Schedules `_beat` on the loop repeatedly; while it is late, samples the line of the loop's thread."""
+    """Schedules `_beat` on the loop repeatedly. While `_beat` is late, samples the line of the loop's thread."""
 
     def __init__(self, progress: Progress, rank: int, seconds: float) -> None:
         self._progress = progress

@@ -1,8 +1,8 @@
 """One timeline from the records of all ranks: a file of trace events for Perfetto and chrome://tracing.
 
 The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMHgjY): a rank is a
-process, a track is a thread. Spans of a track that overlap without nesting get further rows. This module does not
-import torch, since the launcher uses it.
+process, a track is a thread. Spans of a track that overlap without nesting get further rows. This module, which the
+launcher uses, does not import torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Merged(NamedTuple):
     file: Path
     ranks: list[int]
     size: int  # ranks of the job
-    error: float  # largest difference of the clocks in seconds; inf if one was not measured
+    error: float  # largest difference of the clocks in seconds, or inf if one was not measured
 
     def __str__(self) -> str:
         missing = sorted({*range(self.size)} - {*self.ranks})
@@ -69,7 +69,7 @@ class Merged(NamedTuple):
 
 
 def prepare(folder: Path) -> None:
-    """Create `folder`, and remove the files of an earlier trace; raise `ConfigError` if that fails."""
+    """Create `folder`, and remove the files of an earlier trace. Raise `ConfigError` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in (*folder.glob(_FILES), folder / MERGED):
@@ -81,9 +81,9 @@ def prepare(folder: Path) -> None:
 
 
 def merge(folder: Path) -> Merged | None:
-    """Merge the files of the ranks into `folder/trace.json`; return None if there are no files.
+    """Merge the files of the ranks into `folder/trace.json`. Return None if there are no files.
 
-    The last line of a killed rank may be incomplete: the lines before it are used.
+    The last line of a killed rank may be incomplete: the earlier lines are used.
     """
     said, spans = _read(sorted(folder.glob(_FILES)))
     about = {one["rank"]: one for one in said if one.keys() >= {"rank", "size", "host", "process"}}
@@ -198,7 +198,7 @@ def _events(about: dict[int, dict[str, Any]], spans: list[Recorded]) -> Iterator
 
 
 def _rows(spans: list[Recorded]) -> tuple[list[int], dict[tuple[int, int], str]]:
-    """Return the row of each span, and the names of the rows of each rank; spans of a row are disjoint or nested.
+    """Return the row of each span, with the names of the rows of each rank. Spans of a row are disjoint or nested.
 
     `spans` are sorted by start, the longer one first.
     """
@@ -222,7 +222,7 @@ def _rows(spans: list[Recorded]) -> tuple[list[int], dict[tuple[int, int], str]]
 
 
 def _fits(one: Recorded, open_ends: list[float]) -> bool:
-    """Return True if the span fits on a row with these ends of open spans; an operation is never nested."""
+    """Return True if the span fits on a row with these ends of open spans. Operations are never nested."""
     while open_ends and open_ends[-1] <= one.began:
         open_ends.pop()
     return not open_ends or (one.ended <= open_ends[-1] and "comm" not in one.details)

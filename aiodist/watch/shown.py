@@ -82,7 +82,7 @@ def table(states: Mapping[str, Any]) -> Table:
 
 
 def show(job: int | None, *, as_json: bool, live: bool, flight_recorder: Path | None) -> None:
-    """Show the state of a job once, or every second until Ctrl-C; raise ConfigError if it does not answer."""
+    """Show the state of a job once, or every second until Ctrl-C. Raise ConfigError without an answer."""
     states = jobs.look(job)
     if flight_recorder is not None:
         write_flight(states["ranks"], flight_recorder)
@@ -108,9 +108,9 @@ def show(job: int | None, *, as_json: bool, live: bool, flight_recorder: Path | 
 def write_flight(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write `rank_0` and so on for `torchfrtrace`, for all ranks that have answered, to a folder for these files alone.
 
-    `torchfrtrace` is PyTorch's analysis of its flight recorder: the last operations of each rank and their states. The
-    format is that of `torch.distributed.flight_recorder` in torch 2.13, version 2.5. It has collectives of tensors;
-    named operations and messages are omitted.
+    `torchfrtrace` is PyTorch's analysis of the flight recorder, which has the last operations of each rank. The format
+    is that of `torch.distributed.flight_recorder` in torch 2.13, version 2.5. The entries are collectives of tensors.
+    Named operations and messages are omitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for answer in ranks:
@@ -129,13 +129,13 @@ def _desc(name: str) -> str:
 
 
 def _entry(name: str, op: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of one operation; it has sizes if the ranks compare them."""
+    """Return the entry of one operation, with sizes if the ranks compare sizes."""
     sizes = [[int(n) for n in op["size"].strip("[]").split(",") if n.strip()]] if op["size"] else []
     dtypes = [op["dtype"]] if op["dtype"] else []
     filename, line, function = op["place"]
     return {
         "process_group": (name, _desc(name)),
-        "profiling_name": f"gloo:{_NAMES[op['kind']]}",  # it supports torch's backends only
+        "profiling_name": f"gloo:{_NAMES[op['kind']]}",  # only torch's backends are supported
         "collective_seq_id": op["seq"] + 1,
         "p2p_seq_id": 0,
         "op_id": op["seq"] + 1,

@@ -1,7 +1,7 @@
 """The check for a stalled rank: only the end of an operation can make its process run the program's code.
 
 The check covers the loop, devices and streams, the control channel, the process's signal handlers and all threads. A
-thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`); every other thread of the program
+thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`). Every other thread of the program
 may wake this rank. [Note: standing still] in docs/design/watch.md has the argument.
 """
 
@@ -35,16 +35,16 @@ _OWN_THREADS = (
     "aiodist-inspect",
     "aiodist-trace",
 )
-"""Names of aiodist's threads that run no code of the program; the counts of messages cover their messages."""
+"""Names of aiodist's threads that run no code of the program. The counts of messages include those of these threads."""
 _DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
 """Modules of libraries' threads that only draw progress bars or write files."""
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
-"""Packages whose signal handlers end the program or note the signal; handlers of a loop are checked with the loop."""
+"""Packages whose signal handlers end the program or note the signal. Handlers of a loop are checked with the loop."""
 
 
 def why_not_stalled(progress: Progress, channel: Channel) -> str:
-    """Return the reason why this rank may continue before its operations end, or ""; call it on the loop's thread."""
+    """Return the reason why this rank may continue before its operations end, or "" (loop's thread)."""
     if progress.busy():
         return "a transfer or a device is at work"
     if channel.asks:
@@ -69,7 +69,7 @@ def why_not_stalled(progress: Progress, channel: Channel) -> str:
 def _thread_at_work(progress: Progress) -> str:
     """Return the name and line of a thread that may wake this rank, or "" if all threads wait in aiodist.
 
-    Threads are checked twice: a thread may have woken another one that was already checked.
+    Threads are checked twice, since one may have woken another one after its check.
     """
     for _ in range(2):
         known = threading.enumerate()
@@ -77,7 +77,7 @@ def _thread_at_work(progress: Progress) -> str:
             ident = thread.ident or 0
             if ident != progress.thread_id and not _is_harmless(thread) and not is_waiting(ident):
                 return f"thread {thread.name!r} is at {line_of_thread(ident) or 'work'}"
-        # Threads of libraries that run Python code; only their numbers are read.
+        # Threads of libraries that run Python code. Only their numbers are read.
         for ident in sys._current_frames().keys() - {thread.ident for thread in known}:
             if not is_waiting(ident):
                 return f"a thread that `threading` did not start is at {line_of_thread(ident) or 'work'}"
@@ -90,14 +90,14 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:
-    """Return what the loop has ready, its timers, and its files, sockets, servers and signal handlers."""
+    """Return the ready callbacks, timers, files, sockets, servers and signal handlers of the loop."""
     loop: Any = progress.loop
     if isinstance(progress.loop, asyncio.SelectorEventLoop):
         files = set(loop._selector.get_map()) - progress.own_files - {loop._ssock.fileno()}
         return list(loop._ready), list(loop._scheduled), [files, loop._signal_handlers]
     if type(loop).__module__.partition(".")[0] != "uvloop":
         return None
-    # uvloop has no attributes for these, but the garbage collector can read them.
+    # uvloop has no attributes for these objects, but the garbage collector finds them.
     held = gc.get_referents(progress.loop)
     own = progress.own_files | {one.fileno() for one in held if isinstance(one, socket.socket)}
     ready = [handle for one in held if isinstance(one, deque) for handle in one]
@@ -119,7 +119,7 @@ def _is_loud(handle: Any) -> bool:  # noqa: ANN401
 
 
 def _may_wake(handler: Any) -> bool:  # noqa: ANN401
-    """Return True if a signal handler may wake the loop or a thread: it is a function of the program."""
+    """Return True if a signal handler, as a function of the program, may wake the loop or a thread."""
     if not callable(handler):
         return False
     call = handler.func if isinstance(handler, functools.partial) else handler

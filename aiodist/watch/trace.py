@@ -1,8 +1,8 @@
 """`trace`: records all ranks in a block on one clock, as a file for Perfetto.
 
-Each process writes a file, and `merging` merges the files. A file has lines of JSON: a dict has facts of a rank, a list
-is a batch of spans `[rank, track, name, began, ended, details]`, in seconds of the process's own clock. It is written
-several times a second, so that only the last moments of a killed rank are missing.
+Each process writes a file. `merging` merges the files. A file has lines of JSON: a dict has facts of a rank, a list is
+a batch of spans `[rank, track, name, began, ended, details]`, in seconds of the process's own clock. Writes come
+several times a second, so only the last moments of a killed rank are missing.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ async def trace(coll: Communicator, folder: str | os.PathLike[str]) -> AsyncIter
     https://ui.perfetto.dev and chrome://tracing open the file. It has for every rank, on the first rank's clock, each
     operation with its bytes, its implementation, its line and its wait for the last rank; awaits that had to wait;
     forward, backward, optimizer and the reduction of each bucket; reads of prefetch; copies to and from devices; calls
-    of a parameter server; the work of host streams; and the blocks of `aiodist.span`. `otherData` in it has the largest
-    error of the clocks.
+    of a parameter server; the work of host streams; and the blocks of `aiodist.span`. `otherData` has the largest error
+    of the clocks.
 
-    Collective over `coll`, usually the world; all ranks need access to `folder`, from which an earlier trace is
-    removed. If the block raises, the files of the ranks stay there: `aiodist trace FOLDER` merges them. Raises
+    Collective over `coll`, usually the world. All ranks need access to `folder`, from which an earlier trace is
+    removed. If the block raises, the files of the ranks stay there: `aiodist trace FOLDER` merges the files. Raises
     `ConfigError` if the folder cannot be written, RuntimeError inside another trace. Cost: 2 to 5 us per operation.
     """
     recording = Recording(coll, Path(folder), own=True)
@@ -63,7 +63,7 @@ class Recording:
     """One rank's part in a trace."""
 
     def __init__(self, coll: Communicator, folder: Path, *, own: bool) -> None:
-        """`own`: it prepares the folder and merges the files; otherwise the launcher does."""
+        """True for `own` prepares the folder and merges the files. Otherwise the launcher does that."""
         self._coll = coll
         self._folder = folder
         self._own = own
@@ -73,7 +73,7 @@ class Recording:
         self._clock: Clock | None = None
 
     async def begin(self) -> None:
-        """Start to record; collective. Raises the errors of `trace`."""
+        """Start to record. Collective. Raises the errors of `trace`."""
         coll, rank = self._coll, self._channel.rank
         Recorder.check_free(rank)
         if self._own:
@@ -95,7 +95,7 @@ class Recording:
             self._recorder.say(offsets=known, at=perf_counter())
 
     async def finish(self) -> None:
-        """Stop recording, and merge the files of all ranks; collective."""
+        """Stop recording, then merge the files of all ranks. Collective."""
         await self._synchronise()
         await self._coll.barrier()  # the clocks have been measured
         self.close()
@@ -107,7 +107,7 @@ class Recording:
                     logging.getLogger("aiodist").warning("%s", merged)
 
     def close(self) -> None:
-        """Stop recording; the file of this rank is complete."""
+        """Stop recording. The file of this rank is complete."""
         if self._observe in self._registry.members.on_open:
             self._registry.members.on_open.remove(self._observe)
             for each in self._registry.members.dispatchers:
@@ -125,7 +125,7 @@ class Recording:
 
 
 class Recorder:
-    """Writes the spans of this process, for one rank or for several that are its tasks."""
+    """Writes the spans of this process, for one rank or for several ranks in tasks."""
 
     running: ClassVar[Recorder | None] = None
 
@@ -151,7 +151,7 @@ class Recorder:
 
     @classmethod
     def join(cls, folder: Path, rank: int, size: int) -> Recorder:
-        """Return the recorder of this process, with `rank` added; raise `ConfigError` if its file cannot be opened."""
+        """Return the recorder of this process, with `rank` added. Raise `ConfigError` if the file cannot be opened."""
         cls.check_free(rank)
         recorder = cls.running
         if recorder is None or recorder._process != os.getpid():  # the recorder of a parent process
@@ -161,7 +161,7 @@ class Recorder:
         return recorder
 
     def leave(self, rank: int) -> None:
-        """Stop recording `rank`; after the last rank the file is complete."""
+        """Stop recording `rank`. After the last rank the file is complete."""
         self._members.remove(rank)
         if not self._members:
             Recorder.running = tracing.to = None
