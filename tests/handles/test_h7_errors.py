@@ -33,16 +33,20 @@ async def test_h7_every_awaiter_gets_the_error(bench: Any) -> None:
     assert operation.handle.exception() is error
 
 
-async def test_h7_the_traceback_is_that_of_the_failure_and_does_not_grow() -> None:
+@pytest.mark.parametrize("yields", [False, True])
+async def test_h7_the_traceback_is_that_of_the_failure_and_does_not_grow(yields: bool) -> None:
+    """The await of a finished handle has one frame more if the loop has not run for a while: it lets the loop run."""
     async with HostStream() as stream:
         handle = stream.submit(_fail)
         lengths = []
         for _ in range(4):
+            Progress.current().last_ran = 0.0 if yields else float("inf")
             with pytest.raises(ValueError, match="native text") as caught:
                 await handle
             frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
             assert frames[-1] == "_fail"
             lengths.append(len(frames))
+        assert ("_yielding" in frames) == yields
         assert len(set(lengths[1:])) == 1  # the first await may have suspended
         assert lengths[1] <= lengths[0]
 
