@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from aiodist.backends.arithmetic import CONVERTED, from_wire, to_wire, wire_op
-from aiodist.backends.base import Begin, Exchange, Native, Primitive, Transport, Wanted
+from aiodist.backends.base import Begin, Done, Exchange, Native, Primitive, Transport, Wanted
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
@@ -39,7 +39,7 @@ from aiodist.collectives.choice.table import (
 from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation, Traffic
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.scheduled import Scheduled
-from aiodist.errors import BackendUnavailable
+from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles.kernel import Transfer, transfers
 from aiodist.schedules import SCHEDULES
 from aiodist.types import REDUCTIONS, ReduceOp
@@ -69,7 +69,28 @@ class NativeCollectives(Implementation):
         return self._native.plan_allreduce(kind, numel, op)
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        await transfers([partial(self._native.start, o, ep.key) for o in primitives])
+        start = _InOrder(self._native).start if self.in_order and len(primitives) > 1 else self._native.start
+        await transfers([partial(start, o, ep.key) for o in primitives])
+
+
+@dataclass(eq=False)
+class _InOrder:
+    """Calls of a library that matches the calls of the ranks by their order.
+
+    A failed call is the last one: the library would match the next call with the failed call of another rank.
+    """
+
+    _native: Native
+    _failed: bool = False
+
+    def start(self, operation: Primitive, key: int, done: Done) -> None:
+        if self._failed:
+            raise BackendError("an earlier call of this operation failed")
+        try:
+            self._native.start(operation, key, done)
+        except Exception:
+            self._failed = True
+            raise
 
 
 class Kit(NamedTuple):
