@@ -37,7 +37,8 @@ class LocalHub:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._waiting: defaultdict[Address, Matching[Receive, LocalMessage]] = defaultdict(Matching)
+        self.waiting: defaultdict[Address, Matching[Receive, LocalMessage]] = defaultdict(Matching)
+        """The messages and receives of each rank that have not met."""
         self._ready: deque[tuple[LocalMessage, Receive]] = deque()
         self._draining = False
         self.loop: AbstractEventLoop | None = None
@@ -45,30 +46,25 @@ class LocalHub:
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Deliver `message` to the first matching receive, or keep it."""
-        receive = self._waiting[to].match(message.src, message.tag)
+        receive = self.waiting[to].match(message.src, message.tag)
         if receive is not None:
-            self._deliver(message, receive)
+            self.deliver(message, receive)
         else:
-            self._waiting[to].keep(message)
-
-    def receive(self, at: Address, receive: Receive) -> None:
-        """Deliver the first matching message, or wait for one."""
-        message = self._waiting[at].post(receive)
-        if message is not None:
-            self._deliver(message, receive)
+            self.waiting[to].keep(message)
 
     def abort(self, at: Address) -> None:
         """End all operations of a rank that leaves, and those of other ranks with it; their buffers are free then."""
         comm, rank = at
         gone = _gone(rank, comm)
-        own = self._waiting.pop(at, None) or Matching()
+        own = self.waiting.pop(at, None) or Matching()
         over: list[Receive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
-        for (name, _), others in self._waiting.items():
+        for (name, _), others in self.waiting.items():
             if name == comm:
                 over += others.cancel_messages(lambda message: message.src == rank)
         tell((one.done, gone) for one in over)
 
-    def _deliver(self, message: LocalMessage, receive: Receive) -> None:
+    def deliver(self, message: LocalMessage, receive: Receive) -> None:
+        """Copy the bytes of `message`, now or after those of earlier deliveries."""
         self._ready.append((message, receive))
         if self._random is not None:
             loop = _get_running_loop() or self.loop
@@ -132,10 +128,14 @@ class LocalTransport:
             self._hub.send((self._comm, dst), LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Receive into `t` the first matching message, now or when one is sent."""
         if self._closed:
             done(_gone(self.rank, self._comm))
-        else:
-            self._hub.receive((self._comm, self.rank), Receive(src, tag, t, done))
+            return
+        receive = Receive(src, tag, t, done)
+        message = self._hub.waiting[self._comm, self.rank].post(receive)
+        if message is not None:
+            self._hub.deliver(message, receive)
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         path = f"{self._comm}/{name}"

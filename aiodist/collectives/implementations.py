@@ -204,13 +204,8 @@ class Repertoire:
         """
         key = (wanted, impl, later)
         found = self._picked.get(key)
-        if found is None:
-            if len(self._picked) >= _MOST_PICKED:
-                self._picked.clear()
-            found = self._picked[key] = self._pick(wanted, impl, later)
-        return found
-
-    def _pick(self, wanted: Wanted, impl: str, later: bool) -> Implementation:
+        if found is not None:
+            return found
         known = self._known[wanted.device]
         operation, nbytes, device = wanted.operation, wanted.nbytes, wanted.device
         if operation in ONE_FORM:
@@ -220,7 +215,11 @@ class Repertoire:
             name = self.choice(operation, nbytes, device) if impl == "auto" else impl
             names = (name, *last_resorts(operation, nbytes, device, shares=self._shares))
         ranked = [known[one] for one in names if one in known]
-        return next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
+        if len(self._picked) >= _MOST_PICKED:
+            self._picked.clear()
+        found = next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
+        self._picked[key] = found
+        return found
 
     # --- editing --------------------------------------------------------------------------------------------
 

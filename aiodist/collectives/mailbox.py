@@ -339,8 +339,8 @@ class Mailbox:
                 await self._to_host(message, data)
         finally:
             self.taking.pop(wanted, None)
-            if work is None:
-                wanted.cancel_work()
+            if work is None and wanted.work is not None:
+                wanted.work.cancel()
         if refusal is not None:
             raise refusal
         return Arrived(data, message.src, message.tag, message.nbytes, message.kind)

@@ -258,8 +258,11 @@ class PointToPoint(Base):
         assert handle is not None
         line = (op, handle.seq, *internals.issued_at(handle))
         send = prepare(mailbox.send, ts, dst, tag, kind, line, synchronous=synchronous)
-        self._messenger.launch(operation, on_devices(send, work), nbytes)
-        attach(handle, work, ts)
+        if not work:
+            self._messenger.launch(operation, send, nbytes)
+        else:
+            self._messenger.launch(operation, on_devices(send, work), nbytes)
+            attach(handle, work, ts)
         return handle
 
 

@@ -262,7 +262,8 @@ class Receiving:
         self._operation, self._wanted = operation, wanted
         PostedOperation.of(handle).set_canceller(self.cancel)
         messenger.pending.posted[self.ref] = self
-        attach(handle, works, asked.into)
+        if works:
+            attach(handle, works, asked.into)
         return partial(messenger.mailbox.receive, wanted)
 
     def take(self) -> bool:
