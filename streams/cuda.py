@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar
@@ -198,13 +198,15 @@ class CudaStream:
         return f"<CudaStream {self.role!r} on {self.device}>"
 
 
-def lend(result: object, stream: torch.cuda.Stream) -> None:
+def lend(result: object, stream: torch.cuda.Stream, but: Collection[int] = ()) -> None:
     """Keep the memory of a result that was made on another stream from being reused while `stream` reads it.
 
-    It may lie in any containers that torch looks into, and in dataclasses.
+    The tensors may be in any containers that torch looks into, and in dataclasses. Storages at the addresses `but` are
+    skipped.
     """
     for t in _tensors(result):
-        if t.is_cuda and t.layout is torch.strided:  # torch takes no other
+        # Torch records strided tensors only.
+        if t.is_cuda and t.layout is torch.strided and t.untyped_storage().data_ptr() not in but:
             t.record_stream(stream)
 
 

@@ -332,7 +332,7 @@ class Mailbox:
             if message.unpacked is not None:
                 data = message.unpacked
             elif refusal is None and (work := wanted.work_for(message)) is not None:
-                data = await resume(on_devices(self._to_device(message, into, work.stream.device), [work]))
+                data = await resume(on_devices(self._to_device(message, into, work.stream.device), [work], [into]))
             else:
                 meta = message.meta
                 data = torch.empty(meta.shape, dtype=meta.dtype, device="cpu") if into is None else into

@@ -149,7 +149,7 @@ class Base(Group):
         tag = tag_of(self._dispatcher.oplog.seq)
         work = self._work_on(where, tag) if where else self._work_expected(tag) if expects else []
         if work:
-            program = on_devices(program, work)
+            program = on_devices(program, work, [*ts, *outs])
             assert self._registry.resources.accelerator is not None
             if what.kind not in _ANYWHERE and (places := self._registry.resources.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
@@ -173,7 +173,7 @@ class Base(Group):
             program.close()  # now, even if the caller keeps the error: the device's next launch waits for the close
             raise
         if work:
-            attach(handle, work, (ts, outs, claims))
+            attach(handle, work)
         if work and self._dispatcher.pending_more:
             self._dispatcher.progress.try_poll()  # the device has work while this thread issues many in a row
         return handle

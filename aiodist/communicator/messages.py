@@ -212,8 +212,8 @@ class PointToPoint(Base):
         sending.claims = claims[:1]
         line = ("sendrecv", handle.seq, *internals.issued_at(handle))
         send = prepare(mailbox.send, [t], dst, tag, MessageKind.TENSOR, line)
-        self._messenger.launch(sending, prepare(_sent_half, receiving, on_devices(send, works)), t.nbytes)
-        attach(handle, [*works, *receiving.works], (t, into))
+        self._messenger.launch(sending, prepare(_sent_half, receiving, on_devices(send, works, [t])), t.nbytes)
+        attach(handle, [*works, *receiving.works])
         return handle
 
     def _exchanges_with(self, t: Tensor, into: Tensor | None) -> tuple[list[DeviceWork], None]:
@@ -261,8 +261,8 @@ class PointToPoint(Base):
         if not work:
             self._messenger.launch(operation, send, nbytes)
         else:
-            self._messenger.launch(operation, on_devices(send, work), nbytes)
-            attach(handle, work, ts)
+            self._messenger.launch(operation, on_devices(send, work, ts), nbytes)
+            attach(handle, work)
         return handle
 
 

@@ -263,7 +263,7 @@ class Receiving:
         PostedOperation.of(handle).set_canceller(self.cancel)
         messenger.pending.posted[self.ref] = self
         if works:
-            attach(handle, works, asked.into)
+            attach(handle, works)
         return partial(messenger.mailbox.receive, wanted)
 
     def take(self) -> bool:

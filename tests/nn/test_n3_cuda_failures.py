@@ -16,6 +16,7 @@ from aiodist.communicator import parts_of
 from aiodist.nn import DataParallel
 from aiodist.testing.seams.progress import compute_of, reducer_of
 from tests.nn.conftest import Trial
+from tests.support.blocking import blocked_until
 from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
@@ -114,6 +115,36 @@ async def test_n3_cuda_a_device_that_is_lost(
     )  # else what these steps lent is freed later
     await coll.barrier()
     await run_out(net, opt, forward, LOST, fails=coll.rank == 1)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, 3)
+async def test_n3_cuda_a_device_that_is_lost_after_the_reduction_of_a_bucket(
+    coll: Communicator, strict_cuda: SimulatedCuda
+) -> None:
+    """Torch ends the process if memory that other streams may use is freed on a lost device: no gradient has such."""
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device), **Trial.SMALL)
+    x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
+    module: Any = net.module
+    lent = list[int]()
+    for _ in range(3):
+        await net.step(lambda: mse_loss(net(x), y), opt)
+
+    def lose(*_: Any) -> None:
+        reduction = reducer_of(net).last
+        if coll.rank == 1 and reduction is not None:
+            assert blocked_until(lambda: len(reduction.spans))
+            lent.append(strict_cuda.memory.lent(1))
+            strict_cuda.fail(1, LOST)
+
+    def forward() -> Tensor:
+        hidden = module[0](x)
+        hidden.register_hook(lose)
+        return mse_loss(nn.Sequential(*list(module)[1:])(hidden), y)
+
+    await coll.barrier()
+    await run_out(net, opt, forward, LOST, fails=coll.rank == 1)
+    assert lent == [0] * (coll.rank == 1)
 
 
 @pytest.mark.drawn(1)

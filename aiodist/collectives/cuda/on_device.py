@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from aiodist.backends.base import Done
 from aiodist.handles import Handle, Operation, Progress
@@ -43,8 +44,8 @@ class DeviceWork:
         self._on_queued = on_queued
         self._caller = torch.cuda.current_stream(stream.device_index)
         self._events = Events.of(progress)
-        self.keep: object = None
-        """Tensors that must stay alive until its end."""
+        self.given: Sequence[Tensor] = ()
+        """Tensors of the caller, which stay alive until its end."""
         self._lent: object = None
         self._awaited: torch.cuda.Event | None = None
         if self._caller != stream and not idle(self._caller):
@@ -84,7 +85,7 @@ class DeviceWork:
         self.fence.reached(None)  # the event is used again
         if error is None:
             try:
-                lend(self._lent, self._caller)
+                lend(self._lent, self._caller, but={t.untyped_storage().data_ptr() for t in self.given})
             except Exception as raised:  # noqa: BLE001  - raised by a tensor class that is not torch's
                 error = raised
         self._lent = None
@@ -102,18 +103,21 @@ class DeviceWork:
     def lend(self, result: object) -> None:
         """Protect the memory of a result, made on this stream, from reuse while the caller's stream reads it.
 
-        The protection begins at a successful end: on a lost device, torch cannot free protected memory.
+        The protection begins at a successful end, and never covers memory of the caller's tensors: on a lost device,
+        torch ends the process if protected memory is freed.
         """
         self._lent = result
 
 
-def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:
+def on_devices(program: Program[T], works: Sequence[DeviceWork], given: Sequence[Tensor | None] = ()) -> Program[T]:
     """Run `program` with the stream of each of `works` as the current one of its device, in its steps and transfers.
 
     The work begins after the earlier work of the caller's streams and has finished when this returns, also if `program`
-    fails, since queued work uses the tensors. If it is closed before its start, `works` are cancelled.
+    fails, since queued work uses the tensors. If it is closed before its start, `works` are cancelled. `given` are
+    tensors of the caller: they stay alive until the device has finished, even if the communicator is aborted before.
     """
     for work in works:
+        work.given = [t for t in given if t is not None]
         program = _on_device(program, work)
         program.send(None)
     return program
@@ -177,13 +181,8 @@ def _call(work: DeviceWork, call: Transfer, done: Done) -> None:
         call(done)
 
 
-def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) -> None:
-    """Let `handle.wait_stream` order streams after all `works`, and keep `tensors` alive until the device has finished.
-
-    The device may finish after the handle if the communicator is aborted.
-    """
-    for work in works:
-        work.keep = tensors
+def attach(handle: Handle[Any], works: Sequence[DeviceWork]) -> None:
+    """Let `handle.wait_stream` order streams after all `works`."""
     if works and not handle.done():
         Operation.of(handle).set_fence(works[0].fence if len(works) == 1 else _Fences([work.fence for work in works]))
 

@@ -94,6 +94,11 @@ class Memory:
         """Return the bytes of a device that tensors hold."""
         return sum(block.base.nbytes() for block in tuple(self._blocks.values()) if block.lane.index == index)
 
+    def lent(self, index: int) -> int:
+        """Return the bytes of a device that torch cannot free if the device is lost: other streams may use them."""
+        blocks = [block for block in tuple(self._blocks.values()) if block.lane.index == index]
+        return sum(block.base.nbytes() for block in blocks if block.users - {block.lane})
+
     def allocate(self, lane: Lane, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a plain CPU tensor over a new block, poisoned."""
         if 0 in size:
