@@ -1,4 +1,4 @@
-"""An account reports handles whose outcome was never retrieved, and handles that take long."""
+"""An account reports handles that were dropped before their outcome was retrieved."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Witness(Protocol):
-    """Knowledge of the reasons why operations are pending; its methods take their `Handle`."""
+    """A source of reasons why operations are pending; each method takes the `Handle` of an operation."""
 
     def late(self, handle: Any, /) -> dict[int, str]:  # noqa: ANN401
-        """Return the ranks that the pending operation is known to wait for, each with where it is."""
+        """Return the ranks for which the pending operation is known to wait, each with its line."""
 
     def details(self, handle: Any, /) -> str:  # noqa: ANN401
-        """Return other reasons, as text; "" without any."""
+        """Return other reasons as text, or "" if there are none."""
 
 
 class _Dropped(NamedTuple):
@@ -31,20 +31,21 @@ class _Dropped(NamedTuple):
     whence: tuple[CodeType, int] | None
     error: BaseException | None
     given_up: bool
-    """An await of it ended without its outcome."""
+    """True if an await of the handle ended without the outcome."""
 
     @property
     def origin(self) -> Origin | None:
-        """The line that issued it, computed only for a report."""
+        """Line that issued the operation, computed only for a report."""
         return None if self.whence is None else Origin(*self.whence)
 
 
 class Account:
-    """The handles of one communicator or stream that were dropped unconsumed.
+    """The handles of one communicator or stream that were dropped before their outcome was retrieved.
 
-    A `prompt` account, that of a communicator, reports each as soon as it is both dropped and finished: errors go to
-    the loop's exception handler, and a result is a `RuntimeWarning` at the line that issued it, which Python shows once
-    for each line. Other accounts wait for a `sync`, which covers the results before it; they become prompt at close.
+    A communicator's account is `prompt`: it reports a handle once the handle is dropped and its operation is finished.
+    An error goes to the loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the
+    operation, which Python shows once for each line. A stream's account waits for a `sync`, which covers the results of
+    earlier operations, and becomes prompt when the stream closes.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class Account:
         results: bool = True,
         witness: Witness | None = None,
     ) -> None:
-        """`results` is True if a result is reported that is dropped after its await has ended early."""
+        """True for `results` reports also a result that was dropped after its await ended early."""
         self.witness = witness
-        """The witness of the operations while they are pending."""
+        """Source of the reasons why operations are pending."""
         self.forgiven: tuple[type[BaseException], ...] = ()
-        """Errors that need no retrieval: this rank has failed, and reports that itself."""
+        """Errors that are not reported, since this rank has failed and reports its failure itself."""
         self._loop = loop
         self._prompt = prompt
         self._results = results
@@ -67,7 +68,7 @@ class Account:
         self._dropped: deque[_Dropped] = deque()
         self._covered = -1
         self._shown: dict[Any, Any] = {}
-        """Registry of `warnings`, for the lines that it has shown."""
+        """Registry of the `warnings` module: the lines whose warning was shown."""
 
     def dropped(
         self,
@@ -78,9 +79,9 @@ class Account:
         *,
         given_up: bool = False,
     ) -> None:
-        """Take note of a handle; called by the garbage collector, on any thread, so it only appends."""
+        """Record a dropped handle; only appends, since the garbage collector calls this method on any thread."""
         if isinstance(error, self.forgiven) or (given_up and isinstance(error, (CommunicatorError, PeerError))):
-            return  # every later call raises the latter
+            return  # every later call raises an error of the communicator
         if given_up and error is None and not self._results:
             return
         if error is not None or given_up or seq > self._covered:
@@ -89,7 +90,7 @@ class Account:
                 self._judge_soon()
 
     def cover(self, seq: int) -> None:
-        """A sync saw all operations up to `seq` through: report the errors among them, forget the rest."""
+        """Report the errors of operations up to `seq`, after a sync, and results lost by awaits that ended early."""
         self._covered = max(self._covered, seq)
         entries = [self._dropped.popleft() for _ in range(len(self._dropped))]
         self._dropped.extend(entry for entry in entries if entry.seq > seq)
@@ -98,7 +99,7 @@ class Account:
                 self._warn(entry)
 
     def judge(self) -> None:
-        """Report the handles that no `sync` covered, now and, from now on, when they are dropped."""
+        """Report all dropped handles that no `sync` covered, and later handles as soon as they are dropped."""
         self._prompt = True
         self._judging = False
         try:
@@ -107,7 +108,7 @@ class Account:
                 if not self._report(entry):
                     self._warn(entry)
         finally:
-            if self._dropped:  # a warning that is an error
+            if self._dropped:  # a warning was raised as an error
                 self._judge_soon()
 
     def _judge_soon(self) -> None:
@@ -116,7 +117,7 @@ class Account:
         self._judging = True
         try:
             self._loop.call_soon_threadsafe(self.judge)
-        except RuntimeError:  # the loop is closed: say it here, where nothing may be raised
+        except RuntimeError:  # the loop is closed: report here, where no warning may be raised
             with contextlib.suppress(Warning):
                 self.judge()
 
@@ -134,6 +135,6 @@ class Account:
         what = lost if entry.given_up else "was never awaited"
         if where is None:
             warnings.warn(f"{entry.op} {what}", RuntimeWarning, stacklevel=2)
-        else:  # without its number: in a loop each would be another text, and none the same as before
+        else:  # without the number: each iteration of a loop would be another text, so Python would show all of them
             message = f"{entry.op} issued at {where} {what}"
             warnings.warn_explicit(message, RuntimeWarning, where.filename, where.lineno, registry=self._shown)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
-Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, how many, True if they are written, and more
+Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, number of bytes, True if they are written, and more
 
 
 @runtime_checkable
@@ -16,23 +16,23 @@ class Lapsing(Protocol):
     """An owner that the program may have dropped."""
 
     def lapse(self) -> bool:
-        """Give back all its bytes where that is so; return whether it did."""
+        """Release all bytes of this owner if the program has dropped it; return True if it has."""
 
 
 class InFlight(_core.Claims):
-    """The byte ranges of all operations in flight, of all communicators of the process.
+    """Byte ranges of all operations in flight, over all communicators of the process.
 
-    Ranges that are written overlap nothing, so a look at the two neighbours finds a clash: O(log n). Ranges that
-    are read may overlap one another; only those that begin within the longest one's length can clash.
-    User code that touches a tensor by itself cannot be seen.
+    A written range overlaps no other range, so a look at the two neighbours finds a conflict: O(log n). Read ranges may
+    overlap one another, so a look covers all ranges that begin within the length of the longest one. Accesses of user
+    code outside of operations are not detected.
     """
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
-        """Claim bytes for `owner`; raise `BufferInFlight`, naming who has them, when that cannot be."""
+        """Claim bytes for `owner`; raise `BufferInFlight` with the name of the holder if another operation has them."""
         self.acquire_all([(start, nbytes, writes, None)], owner)
 
     def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
-        """Claim all of them, or none where one cannot be had."""
+        """Claim all ranges; claim none, and raise `BufferInFlight`, if one of them is in use."""
         for i, (start, nbytes, writes, *_) in enumerate(claims):
             while (holder := self.claim(start, nbytes, writes, owner)) is not None:
                 if isinstance(holder, Lapsing) and holder.lapse():
@@ -44,13 +44,13 @@ class InFlight(_core.Claims):
                 raise BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
 
     def release_all(self, claims: Sequence[Claimed]) -> None:
-        """Give back what `acquire_all` claimed."""
+        """Release the ranges that `acquire_all` has claimed."""
         for start, nbytes, writes, *_ in claims:
             self.release(start, nbytes, writes)
 
 
 def _twice(claims: Sequence[Claimed], i: int) -> str:
-    """Return which claim overlaps claim `i`, which comes later, as words of the caller's."""
+    """Return a text that names the earlier claim which overlaps claim `i`, in the caller's terms."""
     start, nbytes, writes, *_ = claims[i]
     j = next(j for j, (at, size, *_) in enumerate(claims[:i]) if at < start + nbytes and start < at + size)
     if writes and claims[j][2]:

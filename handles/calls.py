@@ -19,39 +19,39 @@ T = TypeVar("T")
 
 
 class Call(Coroutine[Any, Any, T]):
-    """A coroutine of ours, to be awaited or made a task.
+    """A coroutine of aiodist that knows the line of its call.
 
-    Operations that it issues are reported at the line of the call, wherever it runs: a task has no frame of its caller.
-    A warning names that line when it is dropped before it began.
+    Reports show the operations of the coroutine at this line, also if the coroutine runs in a task, which has no frame
+    of the caller. A coroutine that is dropped before it began gives a warning with this line.
     """
 
     __slots__ = ("coroutine", "origin", "shown")
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], origin: tuple[CodeType, int], shown: dict[str, Any]) -> None:
         self.coroutine = coroutine
-        """The one that does the work."""
+        """The coroutine that does the work."""
         self.origin = origin
         """Code and instruction of the call, the fields of an `Origin`."""
         self.shown = shown
-        """Global names of the module that called: Python keeps there which warnings it has shown."""
+        """Globals of the calling module, in which Python records the warnings that it has shown."""
 
     def send(self, value: Any, /) -> Any:  # noqa: ANN401
-        """Resume it with `value`."""
+        """Resume the coroutine with `value`."""
         return self.coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:  # noqa: ANN401
-        """Raise an exception in it."""
+        """Raise an exception in the coroutine."""
         return self.coroutine.throw(*error)
 
     def close(self) -> None:
-        """End it."""
+        """End the coroutine."""
         self.coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, T]:
         return (yield from self.coroutine.__await__())
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return what a native coroutine has: `cr_code`, `cr_frame`, `cr_await`, `__qualname__`."""
+        """Return an attribute of the native coroutine: `cr_code`, `cr_frame`, `cr_await`, `__qualname__`."""
         return getattr(self.coroutine, name)
 
     def __str__(self) -> str:
@@ -71,13 +71,13 @@ class Call(Coroutine[Any, Any, T]):
 
 
 def call_of(awaited: object) -> Call[Any] | None:
-    """Return the call whose `__await__` has made the generator `awaited`, None for anything else."""
+    """Return the call whose `__await__` has made the generator `awaited`; None for other objects."""
     frame = awaited.gi_frame if isinstance(awaited, GeneratorType) else None
     return frame.f_locals["self"] if frame is not None and frame.f_code is Call.__await__.__code__ else None
 
 
 def located(fn: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a coroutine function, whose coroutine is then a `Call`; that costs half a microsecond more."""
+    """Decorate a coroutine function so that it returns a `Call`; a call takes half a microsecond longer."""
 
     def begin(*args: P.args, **kwargs: P.kwargs) -> Call[T]:
         frame = _getframe(1)

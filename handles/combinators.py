@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class EndWaiter:
-    """Waits for handles on the loop: calls `then` with each when it is done.
+    """Waits for handles on the loop, and calls `then` with each handle when it is done.
 
-    If a deadline passes before, it calls `late` with the handle and the error, and continues to wait.
+    If the deadline of a handle passes first, the waiter calls `late` with the handle and the error, and continues.
     """
 
     __slots__ = ("_late", "_then")
@@ -56,7 +56,7 @@ class _Gathering:
         self.late: dict[Handle[Any], OperationTimeout] = {}
         self._waits = set(members)
         self._posted = _not_retrieved(members)
-        """Members that no other code waits for, and that can be stopped."""
+        """Members that can be stopped, and for which no other code waits."""
         self._held: Posted[Any] | None = outer.handle if not self._posted else None
         self._outer: ref[Posted[Any]] | None = None
         self._unseen: list[PostedOperation[Any]] = []
@@ -69,12 +69,12 @@ class _Gathering:
         self._outer = ref(outer, self._dropped)
 
     def _dropped(self, _: object) -> None:
-        """Pause the members, soon: the program has dropped the handle; the garbage collector may call this."""
+        """Pause the members soon, since the program has dropped the handle; the garbage collector may call this."""
         self._progress.post(self._pause_members)
 
     def _pause_members(self) -> None:
         self._outer = None
-        for member in self._posted.values():  # a message that one returns may match another, which returns it too
+        for member in self._posted.values():  # a message that a member returns may match another one, which returns it
             member.leave_early(self)
 
     def begin(self, members: Iterable[Handle[Any]]) -> None:
@@ -111,7 +111,7 @@ class _Gathering:
             Operation.of(held).resolve(results)
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """See `Stoppable`; the members hold it in any case if none of them can be stopped."""
+        """See `Stoppable`; if no member can be stopped, the members keep the handle alive in any case."""
         if self._posted:
             self._held = handle
 
@@ -120,7 +120,7 @@ class _Gathering:
         self._held = None
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """See `Stoppable`: the messages of its receives go to others."""
+        """See `Stoppable`: the members leave their messages to other receives."""
         outer = PostedOperation.of(handle)
         if not (self._posted and (outer.is_pending or outer.succeeded)):
             return
@@ -141,13 +141,13 @@ class _Gathering:
 
 
 def _not_retrieved(members: Iterable[Handle[Any]]) -> dict[Handle[Any], PostedOperation[Any]]:
-    """Return the operations that can be stopped among `members`, and whose outcome no code may know."""
+    """Return the operations of `members` that can be stopped, and whose outcome no code has or waits for."""
     posted = {member: PostedOperation.of(member) for member in members if isinstance(member, Posted)}
     return {member: operation for member, operation in posted.items() if not operation.retrieved}
 
 
 def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
-    """Return what drives the running loop; raise unless `members` are handles of it."""
+    """Return the `Progress` of the running loop; raise unless all `members` are handles of this loop."""
     progress = Progress.current()
     for member in members:
         if not isinstance(member, Handle):
@@ -160,8 +160,8 @@ def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
 def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[list[Any]]:
     """Return a handle of the list of results, in the order of `handles`.
 
-    The first error raises from it, while the other operations continue. So does the first timeout of a handle, whose
-    operation continues too. Unlike `asyncio.gather` it makes no task for each: 1,000 handles cost one waiter.
+    The returned handle raises the first error, or the first timeout. The other operations continue, and also the one
+    that timed out. Unlike `asyncio.gather`, this function creates no tasks: 1,000 handles cost one waiter.
 
     Args:
         *handles: handles of this event loop; for other awaitables use `asyncio.gather`.
@@ -203,7 +203,7 @@ class _Queue:
 
 
 async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T], None]:
-    """Yield handles in the order in which they finish; awaiting one then does not suspend.
+    """Yield handles in the order in which they finish; awaiting a yielded handle does not suspend.
 
     Args:
         handles: handles of this event loop.
@@ -231,7 +231,7 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
         if member in posted:
             posted[member].join(queue)
         else:
-            member._add_waiter(queue)  # also if it is done: this counts as an await
+            member._add_waiter(queue)  # also for a finished member: this counts as an await
     try:
         for _ in members:
             while not queue.finished:
@@ -240,7 +240,7 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
             handle, late = queue.finished.popleft()
             if late is not None:
                 raise late
-            posted.pop(handle, None)  # its outcome is for the code that iterates
+            posted.pop(handle, None)  # the code that iterates retrieves the outcome
             yield handle
     finally:
         for member in members:
@@ -251,7 +251,7 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
 
 
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    """Return a future that is done when all `handles` are; their outcomes do not count as retrieved."""
+    """Return a future that is done when all `handles` are done; their outcomes do not count as retrieved."""
     over: asyncio.Future[None] = loop.create_future()
     one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
     waiter = EndWaiter(lambda _: one_over(None), lambda *_: None)

@@ -17,14 +17,14 @@ from aiodist.handles.state import Note, current_deadline, plight, unfinished
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
-"""Shortest wait that a watchdog sees in time, which looks ten times a second."""
+"""Shortest wait, in seconds, that a watchdog notices in time: it checks ten times a second."""
 
 
 class Watcher(Protocol):
     """A watchdog, which asks for the lines of the other ranks when operations take long."""
 
     def hurry(self) -> None:
-        """Ask now: the wait for a pending operation ends soon."""
+        """Ask now, since the wait for a pending operation ends soon."""
 
 
 class Scopes:
@@ -32,12 +32,12 @@ class Scopes:
 
     def __init__(self) -> None:
         self.ends: dict[Deadline, tuple[float, float]] = {}
-        """Begin and end of each block, by the loop's clock."""
+        """Begin and end of each block, in seconds of the loop's clock."""
         self.watchers: WeakSet[Watcher] = WeakSet()
 
     @classmethod
     def of(cls, progress: Progress) -> Scopes:
-        """Return those of the loop that `progress` drives."""
+        """Return the open blocks of the loop that `progress` drives."""
         return progress.own(cls, cls)
 
     def hurry(self) -> None:
@@ -50,7 +50,7 @@ class Deadline:
     """`asyncio.timeout` whose error names the operations that were pending inside and the ranks that are late."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = check_timeout(seconds, least=-inf)  # one that has passed already ends the block at once
+        self._seconds = check_timeout(seconds, least=-inf)  # a time that has passed already ends the block immediately
         self._timeout = asyncio.timeout(self._seconds)
         self._token: Token[Note | None] | None = None
         self._outer: Note | None = None
@@ -107,14 +107,14 @@ def timeout(seconds: float | None) -> Deadline:
     The operations inside continue: awaiting their handles again returns their results.
 
     Args:
-        seconds: limit of the block; None is none.
+        seconds: limit of the block; None for no limit.
 
     Returns:
         An async context manager.
 
     Raises:
-        OperationTimeout: at the end of the block. It names the operations that were awaited inside, and the ranks that
-            are late, each with its line.
+        OperationTimeout: at the end of the block. The error names the pending operations that were awaited inside, and
+        the late ranks, each with its line.
 
     Example:
         ```python

@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def part(loop: asyncio.AbstractEventLoop) -> bool:
-    """Give `loop` an epoll of its own in a forked child, and return True if it waits at one.
+    """Give `loop` an epoll of its own in a forked child, and return True if the loop waits at an epoll.
 
-    A forked child shares the epoll of its parent. An event that the child took out of it would no longer wake the
-    parent, whose libuv then aborts. The files stay registered, since libuv aborts if it changes an unknown file. But
-    the child waits for no event of them: a wake-up that it read would be lost to the parent.
+    A forked child shares the epoll of its parent. An event that the child took from this epoll would no longer wake
+    the parent, whose libuv then aborts. The files stay registered, since libuv aborts if it changes an unknown file.
+    But the child waits for no event of these files: a wake-up that the child read would be lost to the parent.
     """
     fd = _epoll_of(loop)
     if fd is None:
@@ -34,7 +34,7 @@ def part(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
-    """Return the file descriptor that the loop waits at; None if it is closed, or does not show one."""
+    """Return the file descriptor of the loop's epoll; None if the loop is closed, or does not show one."""
     if loop.is_closed():
         return None
     if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop

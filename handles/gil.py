@@ -1,4 +1,4 @@
-"""Threads hand over the GIL sooner while an operation runs outside Python, since its end needs the GIL."""
+"""Threads hand over the GIL sooner while an operation runs outside Python: the end of the operation needs it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SWITCH_SECONDS = 2e-4
 
 
 class SwitchInterval:
-    """CPython's switch interval: shorter while any loop asks for that, else as the program has set it.
+    """CPython's switch interval: short while any loop has a reason for that, else as the program has set it.
 
-    A thread that needs the GIL after each native poll would wait 5 ms each time if another thread runs pure Python:
+    If another thread runs pure Python, a thread that needs the GIL after each native poll would wait 5 ms each time,
     longer than the transfer.
     """
 
@@ -22,7 +22,7 @@ class SwitchInterval:
         self._seconds = sys.getswitchinterval()
 
     def add(self, hurry: Hurry, count: int) -> None:
-        """Count the reasons of one loop."""
+        """Add `count` to the reasons of one loop."""
         with self._lock:
             hurry.count += count
             if self._count == 0:
@@ -34,14 +34,14 @@ class SwitchInterval:
 
 
 class Hurry:
-    """The reasons of one loop for a shorter interval; the count of a loop that stopped ends with this object."""
+    """Reasons of one loop for a shorter interval, as a count; the deletion of this object withdraws all of them."""
 
     def __init__(self) -> None:
         self.count = 0
         self._process = os.getpid()
 
     def add(self, count: int) -> None:
-        """Add `count` reasons, or remove them; from any thread."""
+        """Add `count` reasons, or remove them if it is negative; from any thread."""
         _interval.add(self, count)
 
     def __del__(self) -> None:

@@ -32,8 +32,8 @@ from aiodist.handles.waiting import Waiting
 from aiodist.types import check_timeout
 
 T = TypeVar("T")
-_SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be aborted
-_LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `_block_unless`
+_SLEEP_SECONDS = 1.0  # longest sleep of a thread that waits for a lane: the operation may be aborted meanwhile
+_LOOK_SECONDS = 0.5  # time in which a waiting thread notices that its wait is pointless, see `_block_unless`
 _NOT_SHOWN = nullcontext()
 _event_lock = threading.Lock()
 _PENDING = Status.PENDING
@@ -42,10 +42,10 @@ _PENDING = Status.PENDING
 class Handle(_core.Handle, Generic[T]):
     """An operation that was issued: `await` it for its result.
 
-    Any number of tasks may await it, also after it is done. Cancelling an await leaves the operation alone: its buffers
-    stay in use until it is done, and awaiting the handle again returns its result.
+    Any number of tasks may await a handle, also after its operation is done. Cancelling an await does not stop the
+    operation: its buffers stay in use until the end, and awaiting the handle again returns the result.
 
-    It is pending first, and then returns, raises or is withdrawn, once.
+    An operation is pending first. Then it returns, raises or is withdrawn, once.
 
     ```python
     handle = coll.allreduce(torch.ones(4))  # starts here
@@ -55,7 +55,7 @@ class Handle(_core.Handle, Generic[T]):
 
     Attributes:
         op: name of the call, such as "allreduce".
-        seq: number on its communicator or stream, from 0; of a named operation, the earlier uses of the name.
+        seq: number on its communicator or stream, from 0; for a named operation, the count of earlier uses of the name.
         nbytes: bytes of this rank's part; on a receive, the bytes that arrived.
         source: on a finished receive, the rank that sent; else None.
         tag: on a finished receive, the tag of the message; else None.
@@ -66,20 +66,20 @@ class Handle(_core.Handle, Generic[T]):
 
     # --- waiting on the loop -----------------------------------------------------------------------------
 
-    if TYPE_CHECKING:  # compiled: it looks for a while, and is one of the generators below if it has to be
+    if TYPE_CHECKING:  # compiled: polls for a while, then returns one of the generators below if the await must suspend
 
         def __await__(self) -> Generator[Any, None, T]: ...
 
         def done(self) -> bool:
             """Return True if the operation has returned, raised or been withdrawn; from any thread.
 
-            Reports of late ranks cover a receive that you poll with it, unless the handle is detached.
+            Reports of late ranks cover a receive that you poll with this method, unless the handle is detached.
             """
 
     def _suspended(self) -> Generator[Any, None, T]:
         began = 0.0 if tracing.to is None else perf_counter()
         hurries = self._in_lane
-        if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
+        if hurries:  # the operation ends outside Python: a thread with the GIL then hands it over sooner
             self._progress.hurry(1)
         try:
             with shown_to_asyncio(self) if self._progress.carriers else _NOT_SHOWN:
@@ -108,7 +108,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _leave(self) -> None:
-        """Called after each wait."""
+        """Hook for subclasses, called after each wait."""
 
     def _suspend(self) -> Generator[Any, None, None]:
         loop = self._progress.loop
@@ -122,11 +122,11 @@ class Handle(_core.Handle, Generic[T]):
         self._append_waiter(waiter)
         try:
             yield from waiter.future
-        except GeneratorExit:  # perhaps from a collection of garbage, in the midst of anything
+        except GeneratorExit:  # perhaps from the garbage collector, in the middle of other code
             self._given_up = True
             self._progress.post(partial(self._remove_waiter, waiter))
             raise
-        except BaseException as error:  # an await without the outcome is no consumption
+        except BaseException as error:  # an await that ends without the outcome retrieves nothing
             self._given_up = True
             if isinstance(error, asyncio.CancelledError):
                 error.add_note(f"while awaiting {self}, which continues{plight([self])[0]}")
@@ -143,15 +143,15 @@ class Handle(_core.Handle, Generic[T]):
         self._append_waiter(waiter)
 
     def _add_observer(self, waiter: Waiter) -> None:
-        """As `_add_waiter`, but it does not count as a retrieval of the outcome."""
+        """As `_add_waiter`, but the waiter does not count as a retrieval of the outcome."""
         self._append_waiter(waiter)
 
     def _append_waiter(self, waiter: Waiter) -> None:
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
-        # Another thread sets the status and then reads the waiters; this one appends and then reads the status. So
-        # one of the two sees the other.
+        # Another thread sets the status and then reads the waiters. This thread appends and then reads the status, so
+        # at least one of the two threads sees the write of the other.
         if self._status is not _PENDING:
             self._progress.post(self._notify)
         elif self._expires is not None and self._expires <= monotonic():
@@ -164,7 +164,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- asking ------------------------------------------------------------------------------------------
 
     def cancelled(self) -> bool:
-        """Return True if `cancel()` has withdrawn it."""
+        """Return True if `cancel()` has withdrawn the operation."""
         return self._status is Status.CANCELLED
 
     def result(self) -> T:
@@ -174,8 +174,8 @@ class Handle(_core.Handle, Generic[T]):
             The value that `await` returns.
 
         Raises:
-            InvalidStateError: while it is pending.
-            CancelledError: if `cancel()` has withdrawn it.
+            InvalidStateError: while the operation is pending.
+            CancelledError: if `cancel()` has withdrawn the operation.
             Exception: what the operation raised.
 
         Example:
@@ -192,7 +192,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def exception(self) -> BaseException | None:
-        """Return what the operation raised, or None; raise `InvalidStateError` while it is pending."""
+        """Return the error of a finished operation, or None; raise `InvalidStateError` while it is pending."""
         if self._is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
@@ -205,23 +205,23 @@ class Handle(_core.Handle, Generic[T]):
             return self._value  # type: ignore[no-any-return]
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
-        # Each raise starts from the traceback that it came with, else it would grow with every awaiter.
+        # Each raise starts from the original traceback, which would otherwise grow with every awaiter.
         raise self._value.with_traceback(self._traceback)
 
     def wait(self, timeout: float | None = None) -> T:
         """Block this thread until the operation is done; return its result.
 
-        For any thread except the one of the event loop. It works while the loop is blocked, except for handles made of
-        others there: those of `gather`, of a list of receives, and of new communicators.
+        For any thread except the one of the event loop. The wait also ends while the loop is blocked, unless the loop
+        makes the handle of others: in `gather`, in a list of receives, and in a new communicator.
 
         Args:
-            timeout: seconds to wait at most; None is as long as the operation's own timeout allows.
+            timeout: longest wait in seconds; None for the operation's own timeout.
 
         Returns:
             The result of the operation.
 
         Raises:
-            RuntimeError: on the event loop's thread, which it would block; in a forked child.
+            RuntimeError: on the event loop's thread, which would be blocked; in a forked child.
             OperationTimeout: after `timeout` seconds. The operation continues, and you can wait for it again.
             Exception: what the operation raised.
 
@@ -232,7 +232,7 @@ class Handle(_core.Handle, Generic[T]):
             ```
         """
         if self._progress.owns_thread():
-            self._consumed = True  # the error is enough
+            self._consumed = True  # the error below is enough
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
         if not self._look():
             self._progress.check_not_forked(self)
@@ -245,10 +245,10 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
-        """Block this thread until it is done, for at most `timeout` seconds; return True if it is.
+        """Block this thread until the handle is done, for at most `timeout` seconds; return True if it is done.
 
-        For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome. Unless it `looks` it leaves
-        its core to others at once.
+        For streams: unlike `wait`, the call raises no error of the operation, and retrieves no outcome. True for
+        `looks` polls before the thread sleeps; False leaves the core to other threads immediately.
         """
         until = None if timeout is None else monotonic() + timeout
         with Waiting(self._offers_work, limited=until is not None):
@@ -257,7 +257,7 @@ class Handle(_core.Handle, Generic[T]):
     def _block_unless(self, gone: Callable[[], bool]) -> bool:
         """As `_block_for` without a timeout; return False soon after `gone()` has become True.
 
-        A thread in this call counts as one that waits without limit, or until the deadline of the operation.
+        The calling thread counts as waiting without limit, or until the deadline of the operation.
         """
         with Waiting(self._offers_work, limited=self._expires is not None):
             while not self._block_until(monotonic() + _LOOK_SECONDS, looks=True):
@@ -266,7 +266,7 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def _offers_work(self) -> bool:
-        """Return True if a thread that blocks here has something to do: it is done, or its finisher is to be called."""
+        """Return True if a blocked thread can continue: the handle is done, or its finisher must be called."""
         return (
             self._status is not _PENDING
             or self._finisher is not None
@@ -280,10 +280,10 @@ class Handle(_core.Handle, Generic[T]):
                 return not self._is_pending
             if self._sleep(left) if looks else self._rest(left):
                 return True
-        with _event_lock:  # two threads must not each make one
+        with _event_lock:  # two threads must not each create an event
             if self._event is None:
                 self._event = threading.Event()
-        event = self._event  # set when it is done, and when this thread can run its finisher
+        event = self._event  # set when the handle is done, and when a thread can run its finisher
         while self._status is _PENDING:
             if self._finisher is not None:
                 event.set()  # this thread runs code, see `_offers_work`
@@ -291,15 +291,15 @@ class Handle(_core.Handle, Generic[T]):
             if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
                 return self._status is not _PENDING
             event.clear()
-        event.set()  # for other threads that wait at it
+        event.set()  # for other threads that wait for the event
         return True
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
         """Order `stream` after this operation and return immediately: the host does not wait.
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. The stream
-        continues after a failed operation too: only awaiting it shows the error. Raises `RuntimeError` without such a
-        stream, and on the loop's thread for an operation that the host has not begun completely. Cost: 2 us.
+        continues after a failed operation too: only awaiting the handle raises the error. Raises `RuntimeError` without
+        such a stream, and on the loop's thread for an operation that the host has not begun completely. Cost: 2 us.
         """
         fence = self._fence
         if fence is not None:
@@ -314,7 +314,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- callbacks and cancelling ------------------------------------------------------------------------
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
-        """Call `fn(handle)` on the loop when it is done, soon if it is already; on the loop's thread."""
+        """Call `fn(handle)` on the loop when the handle is done, soon if it is done already; on the loop's thread."""
         _check_thread(self, "add_done_callback()")
         self._consumed = True
         if self._callbacks is None:
@@ -324,7 +324,7 @@ class Handle(_core.Handle, Generic[T]):
             self._progress.post(self._notify)
 
     def remove_done_callback(self, fn: Callable[[Handle[T]], object]) -> int:
-        """Remove each such callback that has not run; return their number."""
+        """Remove the callbacks equal to `fn` that have not run; return their number."""
         kept = [entry for entry in self._callbacks or () if entry[0] != fn]
         removed = len(self._callbacks or ()) - len(kept)
         self._callbacks = kept or None
@@ -339,7 +339,8 @@ class Handle(_core.Handle, Generic[T]):
             msg: ignored; for the signature of asyncio's futures.
 
         Returns:
-            True if it was withdrawn: it never happened, and awaiting it raises `CancelledError`. False if it continues.
+            True if the operation was withdrawn: it never happened, and awaiting the handle raises `CancelledError`.
+            False if the operation continues.
 
         Raises:
             RuntimeError: on another thread.
@@ -360,9 +361,9 @@ class Handle(_core.Handle, Generic[T]):
     def detach(self) -> Self:
         """Mark the operation as one that no code awaits; return the handle.
 
-        Dropping the handle then gives no warning, and no report says that it takes long, as with a receive that a
-        service keeps posted: `request = await coll.recv_object().detach()`. An error that was never retrieved is
-        reported all the same.
+        Dropping the handle then gives no warning, and no report calls the operation late. An example is a receive that
+        a service keeps posted: `request = await coll.recv_object().detach()`. An error that was never retrieved is
+        still reported.
         """
         self._consumed = True
         self._detached = True
@@ -374,7 +375,7 @@ class Handle(_core.Handle, Generic[T]):
         if self._status is not _PENDING:
             raise asyncio.InvalidStateError(f"{self} is done already")
         self._value = value
-        self._status = status  # no other thread runs between the check and this
+        self._status = status  # no other thread runs between the check and this line
         self._keep = self._fence = self._parts = self._canceller = self._late = self._finisher = None
         if tracing.to is not None and self._observer is not None:
             observer, self._observer = self._observer, None
@@ -399,7 +400,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- deadlines -----------------------------------------------------------------------------------------
 
     def _tell_late(self) -> None:
-        """Wake the waiters, since the deadline passed; without any, the next wait raises: see `expired`."""
+        """Wake the waiters, since the deadline has passed; if there are none, the next wait raises, see `expired`."""
         if self._status is not _PENDING or not self._waiters:
             return
         self._expires = None
@@ -411,7 +412,7 @@ class Handle(_core.Handle, Generic[T]):
 
     @property
     def origin(self) -> Origin | None:
-        """The line that issued it."""
+        """Line that issued the operation; None if it is unknown."""
         return None if self._origin is None else Origin(*self._origin)
 
     def _dropped(self) -> None:
@@ -420,7 +421,7 @@ class Handle(_core.Handle, Generic[T]):
         account = self._account or Account(self._progress.loop, prompt=True)
         in_place = self._writes and not isinstance(self._value, (int, float))
         if error is None and self._given_up and (self._value is None or in_place):
-            return  # nothing is lost with it
+            return  # no result is lost
         account.dropped(self._name or self.op, self.seq, self._origin, error, given_up=self._given_up)
 
     def __repr__(self) -> str:
@@ -431,7 +432,7 @@ class Handle(_core.Handle, Generic[T]):
 
 
 def _block(handle: Handle[Any], timeout: float | None) -> None:
-    """Block this thread for `timeout` seconds at most, or until the deadline; raise `OperationTimeout` then."""
+    """Block this thread until the handle is done; raise `OperationTimeout` after `timeout`, or at the deadline."""
     left = None if handle._expires is None else max(0.0, handle._expires - monotonic())
     if (given := check_timeout(timeout, least=-inf)) is not None:
         left = given if left is None else min(left, given)

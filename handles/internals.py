@@ -1,4 +1,4 @@
-"""Functions of the runtime on a handle, which users do not have: what it waits for, and other ways to wait for it."""
+"""The runtime's functions on a handle, which users do not have: more ways to wait, and facts for reports."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ __all__ = [
 
 
 def is_pending(handle: Handle[Any]) -> bool:
-    """Return True until it is done; unlike `Handle.done` it is no sign that the program waits."""
+    """Return True until `handle` is done; unlike `Handle.done`, the call is no sign that the program waits."""
     return handle._is_pending
 
 
 def fence_of(handle: Handle[Any]) -> Fence | None:
-    """Return its place on a device; None if it has none, or is done."""
+    """Return the place of `handle` on a device; None if it has none, or is done."""
     fence: Fence | None = handle._fence
     return fence
 
 
 def issued_at(handle: Handle[Any]) -> tuple[CodeType, int]:
-    """Return the code and the instruction that issued it."""
+    """Return the code and the instruction that issued `handle`."""
     assert handle._origin is not None
     return handle._origin
 
 
 def name_of(handle: Handle[Any]) -> str:
-    """Return its name in messages, without its number."""
+    """Return the name of `handle` in messages, without its number."""
     return handle._name or handle.op
 
 
 def check_loop(handle: Handle[Any], progress: Progress) -> None:
-    """Raise `RuntimeError` unless it belongs to the loop of `progress`."""
+    """Raise `RuntimeError` unless `handle` belongs to the loop of `progress`."""
     if handle._progress is not progress:
         raise RuntimeError(f"{handle} belongs to another event loop: await it there, or use wait() in a thread")
 
@@ -70,12 +70,12 @@ def check_loop(handle: Handle[Any], progress: Progress) -> None:
 
 
 def add_waiter(handle: Handle[Any], waiter: Waiter) -> None:
-    """Call `waiter.wake` on the loop when it is done or late; on the loop's thread only."""
+    """Call `waiter.wake` on the loop when `handle` is done or late; on the loop's thread only."""
     handle._add_waiter(waiter)
 
 
 def add_observer(handle: Handle[Any], waiter: Waiter) -> None:
-    """As `add_waiter`, but it does not count as a retrieval of the outcome."""
+    """As `add_waiter`, but the waiter does not count as a retrieval of the outcome."""
     handle._add_observer(waiter)
 
 
@@ -85,9 +85,10 @@ def remove_waiter(handle: Handle[Any], waiter: Waiter) -> None:
 
 
 def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = True) -> bool:
-    """Block this thread until it is done, for `timeout` seconds at most; return True if it is.
+    """Block this thread until `handle` is done, for at most `timeout` seconds; return True if it is done.
 
-    Unlike `Handle.wait` it raises nothing and retrieves nothing, with any outcome. The thread polls first if `looks`.
+    Unlike `Handle.wait`, the call raises no error of the operation, and retrieves no outcome. True for `looks` polls
+    before the thread sleeps.
     """
     return handle._block_for(timeout, looks=looks)
 
@@ -101,26 +102,26 @@ def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
 
 
 def is_awaited(handle: Handle[Any]) -> bool:
-    """Return True if code waits for it now; False for a detached one."""
+    """Return True if code waits for `handle` now; False for a detached handle."""
     return bool(handle._waiters or handle._event) and not handle._detached
 
 
 def is_detached(handle: Handle[Any]) -> bool:
-    """Return True if it was detached."""
+    """Return True if `handle` was detached."""
     return handle._detached
 
 
 def is_retrieved(handle: Handle[Any]) -> bool:
-    """Return True if code has awaited it, asked for its outcome, or detached it."""
+    """Return True if code has awaited `handle`, asked for its outcome, or detached it."""
     return handle._consumed
 
 
 def was_looked_at(handle: Handle[Any]) -> bool:
-    """Return True if `Handle.done` has returned False since the last such question."""
+    """Return True if `Handle.done` has returned False since the last call of this function."""
     looked_at, handle._looked_at = handle._looked_at, False
     return looked_at
 
 
 def seconds_left(handle: Handle[Any]) -> float | None:
-    """Return the seconds until its own deadline; None without one, or after it was reported."""
+    """Return the seconds until the handle's own deadline; None without a deadline, or after its report."""
     return None if handle._expires is None else handle._expires - monotonic()

@@ -1,8 +1,8 @@
 """Runs programs: coroutines whose steps are transfers, resumed by the thread that makes progress.
 
 A program awaits `transfers([...])`, the transfers of one step, and `together(...)`, programs that run at the same time.
-It is no task of the loop, so an operation continues while no task awaits it, and while user code holds the loop's
-thread. All of a program runs with the transport lock held.
+A program is no task of the loop, so the operation continues while no task awaits the handle, and while user code
+blocks the loop's thread. A program runs only with the transport lock held.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from aiodist.handles.sources import Done
 P = ParamSpec("P")
 T = TypeVar("T")
 Program = Coroutine[Any, Any, T]
-"""A coroutine that awaits only what this module has."""
+"""A coroutine that awaits only functions of this module, and other programs."""
 Transfer = Callable[[Done], None]
-"""Starts a transfer, or waits for an event: calls its argument once, perhaps before it returns."""
+"""Function that starts a transfer, or waits for an event, and calls its argument once, perhaps before it returns."""
 Finish = Callable[[Any, BaseException | None], None]
-"""Takes the result of a program, or its error."""
+"""Callback for the result of a program, or for its error."""
 
 _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError, MemoryError, OSError)
-"""Errors that no program raises on purpose: they become a `BackendError`, which is reported to the other ranks."""
+"""Errors that no program raises on purpose: each becomes a `BackendError`, which is reported to the other ranks."""
 
 
 def ours(error: Exception) -> AiodistError:
@@ -46,7 +46,7 @@ def transfers(step: Sequence[Transfer]) -> Generator[Sequence[Transfer], None, N
 def prepare(function: Callable[P, Program[T]], *args: P.args, **kwargs: P.kwargs) -> Program[T]:
     """Return the program of `function(*args)`, to be run, closed or dropped.
 
-    Python warns of a coroutine that never begins. This one has begun, and calls `function` when it is run.
+    Python warns of a coroutine that never begins. The returned program has begun, and calls `function` when it is run.
     """
     program = _prepared(function, *args, **kwargs)
     program.send(None)
@@ -65,7 +65,7 @@ def resume(program: Program[T]) -> Generator[Any, Any, T]:
 
 
 async def together(*programs: Program[T]) -> list[T]:
-    """Run several programs at the same time and return their results; their messages need tags of their own."""
+    """Run several programs at the same time and return their results; the messages of each need tags of their own."""
     if len(programs) == 1:
         return [await programs[0]]
     parts = [Nested(program) for program in programs]
@@ -76,10 +76,10 @@ async def together(*programs: Program[T]) -> list[T]:
 def run(program: Program[T], finish: Finish, ended: Callable[[], None] = lambda: None) -> None:
     """Run `program` to its end, with the transport lock held; raise only what `finish` raises.
 
-    Both are called exactly once: `finish(result, error)` with the outcome, and `ended()` when no transfer of the
-    program uses its tensors any more. `ended` comes first, with one exception: if a call of a step raises, `finish` is
-    called before the other transfers of the step have ended. They may be in flight until the end of the process, since
-    other ranks wait for the transfer that failed here.
+    Two callbacks are called exactly once: `finish(result, error)` with the outcome, and `ended()` when no transfer of
+    the program uses its tensors any more. `ended` comes first, with one exception: if a call of a step raises, `finish`
+    is called before the other transfers of the step have ended. These transfers may be in flight until the end of the
+    process, since other ranks wait for the transfer that failed here.
     """
     _Run(program, finish, ended).advance(None)
 
@@ -120,19 +120,19 @@ class _Run:
             except StopIteration as stop:
                 self._end(stop.value, None)
                 return
-            except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            except BaseException as raised:  # noqa: BLE001  - the task that awaits the operation raises it
                 self._end(None, ours(raised) if isinstance(raised, _UNEXPECTED) else raised)
                 return
             self._error = None
-            # Kept until all have ended: a transfer may hold the only reference to its tensor.
+            # The step is kept until all transfers have ended: a transfer may hold the only reference to its tensor.
             self._step = step
-            # One more than there are, so that a transfer that ends immediately does not resume the program from within.
+            # One more than the transfers, so that a transfer that ends immediately does not resume the program within.
             self._left = len(step) + 1
             for start in step:
                 part = _Part(self)
                 try:
                     start(part)
-                except Exception as raised:  # noqa: BLE001  - as above; the others are started: ranks wait for them
+                except Exception as raised:  # noqa: BLE001  - as above; the other transfers start: ranks wait
                     self._error = self._error or ours(raised)
                     part(self._error)
             self._left -= 1
@@ -150,7 +150,7 @@ class _Run:
             self.advance(self._error)
 
     def fail(self, error: BaseException) -> None:
-        """Report the outcome before the end."""
+        """Report `error` as the outcome, before the end of the program."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish(None, error)
@@ -164,7 +164,7 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class Nested:
-    """The transfer that runs a program; code that wraps transfers can wrap that program's too."""
+    """A transfer that runs a program; code that wraps transfers can wrap the transfers of this program too."""
 
     program: Program[Any]
     result: Any = field(default=None, init=False)
@@ -173,7 +173,7 @@ class Nested:
     _ended: bool = field(default=False, init=False)
 
     def __call__(self, done: Done) -> None:
-        """Run it; `done` is called when no transfer of it uses its tensors any more."""
+        """Run the program; `done` is called when none of its transfers uses its tensors any more."""
         self._done = done
         run(self.program, self._finish, self._end)
 

@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 class Operation(Generic[T]):
-    """The producer's side of a `Handle`: the owner of an operation keeps it, and returns its `handle` to the user.
+    """The producer's side of a `Handle`: the owner of an operation keeps this object, and returns `handle` to the user.
 
-    `resolve`, `reject` or `cancel` ends the operation, once; any thread may call it, but only one at a time.
+    `resolve`, `reject` or `cancel` ends the operation, once. Any thread may call these methods, one thread at a time.
 
     Attributes:
         handle: the user's side.
@@ -33,7 +33,7 @@ class Operation(Generic[T]):
     __slots__ = ("handle",)
 
     handle_type: ClassVar[type[Handle[Any]]] = Handle
-    """Class of the handles that it makes."""
+    """Class of the created handles."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Operation(Generic[T]):
         *,
         polled: bool = True,
     ) -> None:
-        """`polled` is False if a task or a thread ends the operation: an await then polls no transport."""
+        """False for `polled`: a task or a thread ends the operation, so an await polls no transport."""
         self.handle: Handle[T] = self.handle_type(progress, op, seq, nbytes, origin, account)
         self.handle._polled = polled
 
@@ -62,27 +62,27 @@ class Operation(Generic[T]):
 
     @property
     def is_pending(self) -> bool:
-        """True until it has ended; unlike `Handle.done` it is no sign that the program waits."""
+        """True until the operation has ended; unlike `Handle.done`, no sign that the program waits."""
         return self.handle._is_pending
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def resolve(self, value: T) -> None:
-        """End it with the result `value`; raise `InvalidStateError` if it has ended."""
+        """End the operation with the result `value`; raise `InvalidStateError` if it has ended already."""
         self.handle._settle(Status.RETURNED, value)
 
     def reject(self, error: BaseException) -> None:
-        """End it with `error`; raise `InvalidStateError` if it has ended."""
+        """End the operation with `error`; raise `InvalidStateError` if it has ended already."""
         if self.handle._status is Status.PENDING:
             self.handle._traceback = error.__traceback__
         self.handle._settle(Status.RAISED, error)
 
     def cancel(self) -> None:
-        """End it as cancelled before it began; raise `InvalidStateError` if it has ended."""
+        """End the operation as withdrawn before it began; raise `InvalidStateError` if it has ended already."""
         self.handle._settle(Status.CANCELLED, None)
 
     def finish_with(self, call: Callable[[], object]) -> None:
-        """Let `call` end it, in the loop's thread or in one that waits, whichever is first; from any thread."""
+        """Let `call` end the operation, in the loop's thread or in a waiting thread; callable from any thread."""
         handle = self.handle
         handle._finisher = call
         handle._progress.post(partial(finish, handle))
@@ -94,7 +94,7 @@ class Operation(Generic[T]):
         finish(self.handle)
 
     def set_canceller(self, canceller: Callable[[], bool]) -> None:
-        """Let `Handle.cancel` call `canceller`, which withdraws it and returns True, or returns False."""
+        """Let `Handle.cancel` call `canceller`, which withdraws the operation and returns True, or returns False."""
         self.handle._canceller = canceller
 
     # --- deadlines -------------------------------------------------------------------------------------------
@@ -110,47 +110,47 @@ class Operation(Generic[T]):
         handle._progress.on_loop(partial(handle._progress.timers.add, handle, handle._expires, seconds))
 
     def set_late(self, late: Callable[[], dict[int, str]]) -> None:
-        """Let `late` return the ranks that it waits for, each with its line."""
+        """Let `late` return the ranks for which the operation waits, each with its line."""
         self.handle._late = late
 
     def expire(self) -> None:
-        """Let its deadline pass now; a task that waits only later raises `OperationTimeout` then."""
+        """Let the deadline pass now; a task that begins to wait later raises `OperationTimeout` too."""
         self.handle._expires = 0.0
         self.handle._tell_late()
 
     # --- facts for the user and for reports ------------------------------------------------------------------
 
     def keep(self, *objects: object) -> None:
-        """Hold `objects` until it has ended, in place of those before."""
+        """Keep `objects` alive until the operation has ended, in place of those of an earlier call."""
         self.handle._keep = objects
 
     def set_fence(self, fence: Fence) -> None:
-        """Let `fence` order streams after it: its place on a device."""
+        """Set the place of the operation on a device: `fence` orders streams after the operation."""
         self.handle._fence = fence
 
     def set_parts(self, parts: Iterable[Handle[Any]]) -> None:
-        """Wait for these handles: reports name them in its place. An empty tuple removes them."""
+        """Let reports name the handles `parts` in place of this operation, unless `parts` is empty."""
         self.handle._parts = tuple(parts) or None
 
     def set_name(self, name: str) -> None:
-        """Call it `name` in messages; default: its `op`."""
+        """Set the name of the operation in messages; the default is its `op`."""
         self.handle._name = name
 
     def set_op(self, op: str) -> None:
-        """Change the name of its call."""
+        """Change the name of the call that issued the operation."""
         self.handle._op = op
 
     def set_message(self, source: int, tag: int, nbytes: int) -> None:
-        """Note source, tag and size of the message that it received."""
+        """Record source, tag and size of the received message."""
         handle = self.handle
         handle._source, handle._tag, handle._nbytes = source, tag, nbytes
 
     def set_version(self, version: int | None) -> None:
-        """Note the version that it read from a parameter server."""
+        """Record the version that was read from a parameter server."""
         self.handle._version = version
 
     def set_in_place(self, in_place: bool) -> None:
-        """Note if its result is in the caller's memory: nothing is lost when the handle is dropped."""
+        """Record if the result is in the caller's memory, so that a dropped handle loses nothing."""
         self.handle._writes = in_place
 
     def mark_retrieved(self) -> None:
@@ -160,11 +160,11 @@ class Operation(Generic[T]):
     # --- traces ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Ended) -> None:
-        """Call `observer(handle)` at its end, in the thread that ends it, if a trace is recorded then."""
+        """Call `observer(handle)` at the end of the operation, in the thread that ends it, if a trace is recorded."""
         self.handle._observer = observer
 
     def follow(self, track: str) -> None:
-        """Show in a trace, on `track`, the time from now to its end."""
+        """Show the time from now to the end of the operation in a trace, on `track`."""
         if tracing.to is not None:
             self.observe(partial(_trace, perf_counter(), track, rank_of_task.get()))
 

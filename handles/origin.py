@@ -19,9 +19,9 @@ _SHOWN = 3
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the folders whose lines no report names: the package, its folders at the root, asyncio, anyio, threads'.
+    """Return the folders of aiodist, asyncio, anyio and Python's threads, whose lines no report names.
 
-    An editable install may import the folders at the root from there, or through the links in the package.
+    An editable install imports `handles`, `streams` and `nn` from the root, or through the links in the package.
     """
     here = Path(__file__).parent
     package = Path(errors.__file__).parent
@@ -32,7 +32,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _folder_of(package: str) -> Path:
-    """Return where a package lies, without an import of it: anyio, whose portals call what a thread asks for, torch."""
+    """Return the folder of a package without importing it: of anyio, whose portals make calls for threads, or torch."""
     spec = importlib.util.find_spec(package)
     return Path(__file__) if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -40,13 +40,13 @@ def _folder_of(package: str) -> Path:
 _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
 _CALLS_OURS = f"{_folder_of('torch')}/"
-"""Torch: its modules, autograd and `torch.distributed` call aiodist, and reports name the line of the program."""
+"""Folder of torch, whose modules, autograd and `torch.distributed` call aiodist: reports name the program's line."""
 
 
 class _Files(dict[str, bool | None]):
-    """True for a file of ours, remembered: a look costs as much as one in a dict.
+    """A cache by file name: True for files whose lines no report names, False for files of the program.
 
-    None is the file of `Call`, whose frames know the line that called.
+    None stands for the file of `Call`, whose frames know the line of the call.
     """
 
     def __missing__(self, filename: str) -> bool:
@@ -55,7 +55,7 @@ class _Files(dict[str, bool | None]):
 
 
 known_files = _Files()
-"""Files known so far, each with True if reports name the line of its caller instead."""
+"""Known files; True if reports name the line of the caller instead."""
 
 
 def is_ours(filename: str) -> bool:
@@ -103,12 +103,12 @@ class Origin(NamedTuple):
 
 
 def described(op: str, seq: int, origin: Origin | None) -> str:
-    """Return what an operation is called in messages."""
+    """Return the name of an operation in messages."""
     return f"{op} #{seq} issued at {origin}" if origin else f"{op} #{seq}"
 
 
 def listed(handles: Iterable[_core.Handle]) -> str:
-    """Return what messages call operations: each by name, of a kind with more than three their number and the first."""
+    """Return the names of operations in messages; of more than three of a kind, their number and the first three."""
     kinds: dict[str, dict[str, None]] = {}
     for handle in handles:
         kinds.setdefault(handle.op, {})[str(handle)] = None

@@ -1,25 +1,25 @@
 """The transport lock, and the pending work of one loop, which a thread polls with that lock held.
 
-[Note: transport lock] One lock of the process serialises native calls. Only the progress thread holds it for long. A
-call on the loop's thread only tries to take it: if another thread has it, the call goes into the inbox, which the
-holder empties before it polls. So operations start in the order of issue. To poll, the loop's thread waits for the lock
-for a moment, without the GIL: a loop that retried in Python would keep the GIL from the holder.
+[Note: transport lock] One lock of the process serialises native calls. Only the progress thread holds the lock for
+long. A call on the loop's thread only tries to take it: if another thread has the lock, the call goes into the inbox.
+The holder empties the inbox before it polls, so operations start in the order of issue. To poll, the loop's thread
+waits for the lock for a moment, without the GIL: a loop that retried in Python would keep the GIL from the holder.
 
 [Note: no wake-up is lost] The progress thread sleeps without a timeout only if nothing is pending. While work is
-pending, it looks at least every millisecond, and polls each loop that has not polled since the last look. So only a
-sleeping thread can forget an operation. Before it sleeps, the thread sets `alarm.asleep`, then checks *with the
+pending, the thread looks at least every millisecond, and polls each loop that has not polled since the last look. So
+only a sleeping thread can forget an operation. Before it sleeps, the thread sets `alarm.asleep`, then checks *with the
 transport lock* that nothing is pending, then waits for a ring. Two kinds of work are pending:
 
-- Calls in the inbox. A thread that adds one reads `asleep` after that, and rings. Either it sees that the progress
-  thread is about to sleep, or the progress thread sees the call.
+- Calls in the inbox. A thread that adds a call reads `asleep` afterwards, and rings if it is True. So either this
+thread sees that the progress thread is about to sleep, or the progress thread sees the call.
 - Requests of pollers, which change only with the lock held. Between two steps of an operation a poller has no request,
-  perhaps for long, since the next step may copy much. Without the lock, the thread could sleep through the next step,
-  which rings no doorbell. With the lock, it sees pollers only between two passes. A pass over no requests adds none, so
-  later requests come from `Progress.start`, which reads `asleep` and rings, or from the holder of the lock in a `with`
-  block, whose end does the same.
+  perhaps for long, since the next step may copy much data. Without the lock, the progress thread could sleep through
+  the next step, which rings no doorbell. With the lock, the thread sees pollers only between two passes. A pass over no
+  requests adds no request, so later requests come from `Progress.start`, which reads `asleep` and rings, or from the
+  holder of the lock in a `with` block, whose end does the same.
 
-Two threads write `asleep`: the progress thread, and a thread that wakes it. The second writes False and then rings, and
-the next wait of the progress thread returns immediately after a ring that it has not heard.
+Two threads write `asleep`: the progress thread, and a thread that wakes it. The waking thread writes False and then
+rings. If the progress thread does not wait at that moment, its next wait returns immediately.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Alarm:
         self._doorbell.ring()
 
     def sleep(self, seconds: float | None, *, for_all: bool) -> None:
-        """Sleep until a ring, or for `seconds`; True for `for_all` wakes it also for the work of other processes."""
+        """Sleep until a ring, or for `seconds`; True for `for_all` lets other processes wake the thread too."""
         self._doorbell.wait(seconds, for_all=for_all)
 
     def sleep_at(self, doorbell: _core.Doorbell) -> None:
@@ -75,7 +75,7 @@ alarm: Final = Alarm()
 
 
 class TransportLock:
-    """See [Note: transport lock]; the end of a `with` block wakes the progress thread for requests made in it."""
+    """See [Note: transport lock]; the end of a `with` block wakes the progress thread for requests of the block."""
 
     def __init__(self) -> None:
         lock = threading.Lock()
@@ -104,8 +104,8 @@ class Poller(Protocol):
     def poll(self, until: float = 0.0) -> bool:
         """Make progress, end the operations of finished requests, and return True if there were any.
 
-        It makes one pass. With `until`, in seconds of `perf_counter`, it may make more passes until a request ends:
-        a loop inside the poller is faster than calls of it.
+        The call makes one pass. With `until`, in seconds of `perf_counter`, the call may make more passes until a
+        request ends: a loop inside the poller is faster than repeated calls.
         """
 
     def __len__(self) -> int:
@@ -143,17 +143,17 @@ class LoopWork(_core.Pacer):
     Writers of its attributes:
 
     - `_lock` held: `pace`, `large`, `at_work`, `threads_waiting` and the tuple of pollers.
-    - Transport lock held: `offloaded`, the failures of pollers, and the start of `inbox`. Any thread appends to it.
+    - Transport lock held: `offloaded`, the failures of pollers, the start of `inbox`. Any thread appends to `inbox`.
     - Each thread adds and removes its own number in `computing`.
-    - `polls` and `last_ran` are hints, and a lost update only delays a look of the progress thread.
+    - `polls` and `last_ran` are hints: a lost update only delays a look of the progress thread.
 
-    `last_ran` is the time of the loop's last callback of ours, in seconds of `perf_counter`. True for `crowded` means
-    that ranks outnumber cores: a thread that spins lets others run in between.
+    `last_ran` is the time of aiodist's last callback on the loop, in seconds of `perf_counter`. True for `crowded`
+    means that ranks outnumber cores: a spinning thread then lets other threads run in between.
 
-    [Note: held while pending] The program may drop its handles, and a parked loop does not hold this object. It is part
-    of a cycle, and its collection in the middle of a transfer would free the buffers. So `held` has each object with
-    pending work: a call that makes work pending adds it, and a thread that finds nothing pending removes it, perhaps
-    after the end of the loop.
+    [Note: held while pending] The program may drop its handles, and a parked loop does not hold this object. The object
+    is part of a reference cycle: its collection in the middle of a transfer would free the buffers. So `held` has each
+    object with pending work. A call that makes work pending adds the object. A thread that finds nothing pending
+    removes the object, perhaps after the end of the loop.
     """
 
     held: ClassVar[set[LoopWork]] = set()
@@ -170,7 +170,7 @@ class LoopWork(_core.Pacer):
         self.large = 0
         """Number of transfers and calls that the progress thread drives."""
         self.at_work = 0
-        """Number of these that need no other rank: copies, and calls that the thread makes."""
+        """Number of those in `large` that need no other rank: copies, and calls of the progress thread."""
         self.offloaded = 0
         """Number of jobs of other threads and devices whose end is not reported yet."""
         self.threads_waiting = 0
@@ -178,7 +178,7 @@ class LoopWork(_core.Pacer):
         self.watched = False
         """True if the progress thread knows this object."""
         self.on_broken: list[Callable[[Exception], None]] = []
-        """Called on the loop with the error of a poller that was removed: its requests never end."""
+        """Functions that the loop calls with the error of a removed poller, whose requests never end."""
         self._pollers: tuple[Poller, ...] = ()
         self._failing: dict[Poller, tuple[float, float]] = {}
         """Times of the first and the last error of each failing poller."""
@@ -206,7 +206,7 @@ class LoopWork(_core.Pacer):
         return bool(self.inbox) or any(map(len, self._pollers))
 
     def busy(self) -> bool:
-        """Return True if work may end without another rank: that of a thread or a device, or a transfer."""
+        """Return True if work may end without another rank: work of a thread or a device, or a transfer."""
         others = (len(poller) for poller in self._pollers if not getattr(poller, "of_ranks", False))
         return bool(self.inbox or self._posted or self.offloaded or self.at_work) or any(others)
 
@@ -221,9 +221,9 @@ class LoopWork(_core.Pacer):
         self._failing.pop(poller, None)
 
     def ensure_polled(self) -> None:
-        """Let a thread poll the requests that the calling thread of a transport has made, with the transport lock held.
+        """Let a thread poll the requests that the calling thread of a transport has made.
 
-        `Progress.start` does that for its calls.
+        The caller holds the transport lock. `Progress.start` does the same for the requests of its calls.
         """
         if self.pending():
             self.held.add(self)  # the pace of a closed loop may be POLLING
@@ -232,14 +232,14 @@ class LoopWork(_core.Pacer):
                 alarm.ring()
 
     def unpin(self) -> bool:
-        """Remove it from `held`, since nothing is pending; return False if work is pending again; from any thread.
+        """Remove this object from `held`, since nothing is pending; return False if work is pending again.
 
-        See [Note: held while pending].
+        From any thread. See [Note: held while pending].
         """
         self.held.discard(self)
         if not self.pending():
             return True
-        self.held.add(self)  # the thread that made it pending may have added it before the removal
+        self.held.add(self)  # the thread with the new work may have added the object before the removal
         return False
 
     def _set_pace(self, pace: Pace) -> None:
@@ -257,7 +257,7 @@ class LoopWork(_core.Pacer):
     def add_large(self, count: int, *, of_ranks: bool = False) -> None:
         """Count transfers and calls that only the progress thread may drive; from any thread.
 
-        True for `of_ranks` means that they may wait for other ranks.
+        True for `of_ranks` means that these may wait for other ranks.
         """
         with self._lock:
             self.large += count
@@ -287,7 +287,8 @@ class LoopWork(_core.Pacer):
     def thread_waits(self, count: int, *, polled: bool) -> None:
         """Count other threads that wait for handles, so that they get the GIL sooner.
 
-        If one waits for work that is `polled`, the progress thread polls, since the loop may stand still.
+        True for `polled` means that these threads wait for polled work: the progress thread then polls, since the loop
+        may be blocked.
         """
         self.hurry(count)
         if polled:
@@ -298,7 +299,7 @@ class LoopWork(_core.Pacer):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a block in which the calling thread does not count as one that computes."""
+        """Return a block in which the calling thread does not count as computing."""
         me = threading.get_ident()
         computes = me in self.computing
         self.computing.discard(me)
@@ -313,7 +314,7 @@ class LoopWork(_core.Pacer):
     def poll(self, until: float = 0.0) -> bool:
         """Make one pass over all pollers; return True if an operation ended.
 
-        With `until`, a poller that is the only one with requests may poll until then.
+        With `until`, in seconds of `perf_counter`, the only poller with requests may poll until that time.
         """
         self.polls += 1
         if self.inbox:
@@ -335,7 +336,7 @@ class LoopWork(_core.Pacer):
         made = False
         while self.inbox:
             made = True
-            # It stays in the inbox while it runs: a thread that finds nothing pending would go to sleep.
+            # The call stays in the inbox while it runs: a thread that finds nothing pending would go to sleep.
             try:
                 self._call(self.inbox[0])
             finally:
@@ -343,12 +344,12 @@ class LoopWork(_core.Pacer):
         return made
 
     def drive(self) -> bool:
-        """Make the calls, or one pass without any; return True if something ended. For the progress thread."""
+        """Make the calls of the inbox, else one pass, for the progress thread; return True if this had an effect."""
         transport_lock.acquire()  # not `with`, which would ring
         try:
             completed = self.make_calls() or self.poll()
             if self.pending():
-                self.held.add(self)  # the loop may have removed it between two steps
+                self.held.add(self)  # the loop may have removed this object between two steps
             else:
                 self._change_pace(_PARKED, _IDLE)
                 if self.pace is not _POLLING or self.loop.is_closed():
@@ -367,7 +368,7 @@ class LoopWork(_core.Pacer):
         self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def _poller_failed(self, poller: Poller, error: Exception) -> None:
-        """Report the first error; remove a poller that has raised for `_FAILING_SECONDS`: code may wait for it."""
+        """Report the first error; remove a poller that raises for `_FAILING_SECONDS`, since code may wait for it."""
         now = perf_counter()
         since, last = self._failing.get(poller, (now, -inf))
         if now > last + _FAILING_SECONDS:  # the first error, or the first after a while

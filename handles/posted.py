@@ -1,4 +1,4 @@
-"""`Posted` handles: an operation runs only while code waits for its handle; else it leaves messages to others."""
+"""`Posted` handles: an operation runs only while code waits for its handle, and else leaves messages to others."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Stoppable(Protocol):
     """The owner of a `Posted` handle, which can stop its operation."""
 
     paused: bool
-    """True while it is stopped."""
+    """True while the operation is stopped."""
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """Keep the handle alive, since code waits for it; None releases it to the program."""
+        """Keep the handle alive, since code waits for it; None ends that."""
 
     def settled(self) -> None:
         """Release the handle, which is finished."""
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """Stop it if that loses nothing, since the last wait ended without the outcome; from any thread."""
+        """Stop the operation if that loses nothing, since the last wait ended without the outcome; from any thread."""
 
     def resume(self, handle: Posted[Any], /) -> None:
-        """Continue it, since code waits for it again; from any thread."""
+        """Continue the operation, since code waits for the handle again; from any thread."""
 
 
 class Onlooker:
-    """A waiter of the runtime: it is no sign that code of the program waits."""
+    """A waiter of the runtime, which is no sign that code of the program waits."""
 
     __slots__ = ("waiter",)
 
@@ -44,7 +44,7 @@ class Onlooker:
         self.waiter = waiter
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """See `Waiter`; it ignores deadlines."""
+        """See `Waiter`; ignores deadlines."""
         if handle._is_pending:
             handle._add_observer(self.waiter)
         else:
@@ -52,10 +52,10 @@ class Onlooker:
 
 
 class Posted(Handle[T]):
-    """A handle that its operation keeps only while code waits for it, see `Stoppable`.
+    """A handle that its operation keeps alive only while code waits, see `Stoppable`.
 
-    An await, a `wait()`, a member of a `gather`, a callback or `detach()` is such code. When the last wait ended
-    without the outcome the operation is paused; the next wait, or `done()`, resumes it.
+    Code waits by an await, `wait()`, `gather`, a callback or `detach()`. After the last wait has ended without the
+    outcome, the operation is paused. The next wait, or `done()`, resumes the operation.
     """
 
     __slots__ = ("_owner", "_threads")
@@ -145,7 +145,7 @@ class Posted(Handle[T]):
         self._owner.settled()
 
     def _dropped(self) -> None:
-        if not (self._is_pending and self._given_up):  # else it was withdrawn
+        if not (self._is_pending and self._given_up):  # else the operation was withdrawn
             super()._dropped()
 
 
@@ -179,11 +179,11 @@ class PostedOperation(Operation[T]):
 
     @property
     def retrieved(self) -> bool:
-        """True if code of the program may know the outcome."""
+        """True if code of the program has the outcome, or waits for it."""
         return self.handle._consumed or self.handle._attended
 
     def revoke(self) -> None:
-        """Change it from ended with a result to pending; no code has seen the result."""
+        """Make an operation that has ended with a result pending again; no code has seen the result."""
         handle = self.handle
         handle._status, handle._value = Status.PENDING, None
         handle._source = handle._tag = None
@@ -192,7 +192,7 @@ class PostedOperation(Operation[T]):
     # --- waiters that retrieve the outcome only together with others -------------------------------------------
 
     def join(self, waiter: Waiter) -> None:
-        """Add `waiter`, which retrieves the outcome only together with others, see `peek`."""
+        """Add `waiter`, which retrieves the outcome only together with other outcomes, see `peek`."""
         self.handle._attend()
         self.handle._append_waiter(waiter)
 
@@ -204,11 +204,11 @@ class PostedOperation(Operation[T]):
         self.handle._remove_waiter(waiter)
 
     def set_consumed(self, consumed: bool = True) -> None:
-        """Note if the outcome is retrieved, or need not be."""
+        """Record if the outcome is retrieved, or need not be."""
         self.handle._consumed = consumed
 
     def peek(self) -> BaseException | None:
-        """Return the error of the finished operation, None for a result; this does not count as retrieved."""
+        """Return the error of the finished operation, None for a result; the outcome does not count as retrieved."""
         consumed = self.handle._consumed
         error = error_of(self.handle)
         self.handle._consumed = consumed

@@ -1,4 +1,4 @@
-"""`Progress` drives pending operations, one per event loop: the loop polls them, or leaves them to the progress thread.
+"""`Progress` drives the pending operations of an event loop: the loop polls, or the progress thread does.
 
 A transport makes progress only while a thread calls into it. docs/design/handles.md has the turns of an await, the loop
 and the progress thread. `LoopWork` (`polling.py`) has the notes on the transport lock and on wake-ups.
@@ -28,7 +28,7 @@ __all__ = ["LARGE_BYTES", "Driven", "Poller", "Progress", "transport_lock"]
 T = TypeVar("T")
 
 LARGE_BYTES = 1 << 22
-"""Least size of a transfer that the progress thread drives: one native poll of it may last milliseconds."""
+"""Least size, in bytes, of a transfer that the progress thread drives: a native poll may last milliseconds."""
 
 _POLL_SECONDS = 300e-6  # time in which the loop polls after the last progress, before it parks
 _PATIENCE_SECONDS = 50e-6  # time for which the loop waits for the lock, whose holder needs the GIL of a spinning loop
@@ -37,23 +37,23 @@ _POLLING, _PARKED, _IDLE = Pace.POLLING, Pace.PARKED, Pace.IDLE
 
 
 class Driven(Protocol):
-    """Pending operations that a thread without Python drives, while they are also polled."""
+    """Pending operations that a thread without Python drives; polls drive the same operations."""
 
     @property
     def heavy(self) -> bool:
         """True if more bytes are in flight than other threads should drive: the loop sleeps."""
 
     def sleep(self) -> bool:
-        """Call `Progress.resume` at the next end, since the loop will not poll; return False if one has ended."""
+        """Call `Progress.resume` at the next end, since the loop will not poll; return False if there was an end."""
 
 
 class Progress(LoopWork, Quiet):
-    """The turns of one event loop: it starts operations, and polls the pending ones while that is worthwhile.
+    """Starts the operations of one event loop, and polls the pending ones while that is worthwhile.
 
-    Get it with `Progress.current()` in a coroutine. Only the loop's thread writes its own attributes; those of
-    `LoopWork` are shared with other threads. `spin_seconds` is the longest spin of an await, `looked_in_vain` the time
-    of the last spin without success; True for `fair` means that awaits which never suspend yield now and then. They
-    run code of the program only at the end of an operation, and in posted calls: see `busy`.
+    `Progress.current()` returns the object of the running loop. Only the loop's thread writes the attributes of this
+    class; other threads write those of `LoopWork` too. `spin_seconds` is the longest spin of an await. `looked_in_vain`
+    is the time of the last spin without success. True for `fair` lets awaits that never suspend yield now and then. The
+    callbacks run code of the program only at the end of an operation, and in posted calls: see `busy`.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()
@@ -65,11 +65,11 @@ class Progress(LoopWork, Quiet):
         self.fair = True
         self.timers = Timers(loop)
         self.driven: list[Driven] = []
-        """Operations whose thread wakes the loop while it does not poll."""
+        """Operations whose own thread wakes the loop while the loop does not poll."""
         self.own_files: set[int] = set()
         """File descriptors that the loop watches only for aiodist."""
         self.belongings: dict[object, Any] = {}
-        """Objects that other modules keep for this loop, by a key of theirs; they end with the loop."""
+        """Objects of other modules for this loop, by a key of the module; dropped together with the loop."""
         self.carriers: dict[object, asyncio.Task[Any]] = {}
         """Tasks of aiodist that carry out operations, by handle; empty before Python 3.14."""
         self._inside = False
@@ -81,17 +81,17 @@ class Progress(LoopWork, Quiet):
 
     @classmethod
     def current(cls) -> Progress:
-        """Return the running loop's, made at first use; raise `RuntimeError` if no loop runs."""
+        """Return the `Progress` of the running loop, created at first use; raise `RuntimeError` if no loop runs."""
         loop = asyncio.get_running_loop()
         progress = cls._of_loop.get(id(loop))
         if progress is None:
             cls._of_loop[id(loop)] = progress = cls(loop)
-            # It stays until the loop has run: a new one for each await would never find that the loop is starved.
+            # This object stays until the loop has run: a new one for each await would never notice a starved loop.
             loop.call_soon(progress._run_posted)
         return progress
 
     def own(self, key: object, make: Callable[[], T]) -> T:
-        """Return the belonging of this loop for `key`, made at first use; from any thread."""
+        """Return the belonging of this loop for `key`, created at first use; from any thread."""
         found = self.belongings.get(key)
         if found is None:
             found = self.belongings.setdefault(key, make())
@@ -104,7 +104,7 @@ class Progress(LoopWork, Quiet):
             task.add_done_callback(lambda _: self.carriers.pop(handle))
 
     def install(self) -> None:
-        """Be the result of `current` on this loop, before the first use of that."""
+        """Make this object the result of `current` on its loop, before the first call of `current`."""
         self._of_loop[id(self.loop)] = self
 
     def add_poller(self, poller: Poller) -> None:
@@ -119,7 +119,7 @@ class Progress(LoopWork, Quiet):
     def start(self, call: Callable[[], None]) -> None:
         """Make a native call that starts a transfer, now or when the holder of the transport lock makes it.
 
-        `call` runs with the transport lock held, in order with the other calls. It must not raise, see `guarded` of
+        `call` runs with the transport lock held, in order with the other calls. `call` must not raise, see `guarded` of
         `aiodist.backends.base`: an error goes only to the loop's exception handler.
         """
         self.polls += 1  # a loop that issues is alive: the progress thread need not poll yet
@@ -140,7 +140,7 @@ class Progress(LoopWork, Quiet):
             alarm.ring()
 
     def start_from_thread(self, call: Callable[[], None]) -> None:
-        """As `start`, from any thread: on another thread than the loop's, the progress thread polls what it began."""
+        """As `start`, from any thread; the progress thread polls requests from other threads than the loop's."""
         if self.owns_thread():
             self.start(call)
         elif not self.inbox and transport_lock.acquire(False):
@@ -149,7 +149,7 @@ class Progress(LoopWork, Quiet):
                 self.ensure_polled()
             finally:
                 transport_lock.release()
-            if alarm.asleep:  # the pace of a loop that stands still may be POLLING
+            if alarm.asleep:  # the pace of a blocked loop may be POLLING
                 progress_thread.wake(self)
         else:
             self.inbox.append(call)
@@ -157,7 +157,7 @@ class Progress(LoopWork, Quiet):
             progress_thread.wake(self)
 
     def start_in_thread(self, call: Callable[[], None]) -> None:
-        """As `start`, but the progress thread makes the call, since it takes long, and the loop does not poll."""
+        """As `start`, but the progress thread makes the call, since it takes long; the loop then does not poll."""
         self.add_large(1)
 
         def counted() -> None:
@@ -173,13 +173,13 @@ class Progress(LoopWork, Quiet):
     def resume_polling(self) -> None:
         """Let the loop poll again, since a message came and more may follow; from any thread.
 
-        While a stream computes the loop must not poll, and the progress thread continues.
+        While a stream computes, the loop must not poll: the progress thread continues.
         """
         if self.pace is not _POLLING and not self.computing:
             self.post(self._begin_polling)
 
     def _begin_polling(self) -> None:
-        """Let the loop poll from its next iteration on, and the progress thread check that it does."""
+        """Let the loop poll from its next iteration on, and let the progress thread check that."""
         if self.pace is _POLLING:
             return
         self.held.add(self)
@@ -192,9 +192,9 @@ class Progress(LoopWork, Quiet):
     # --- polling ---------------------------------------------------------------------------------------
 
     def try_poll(self, patience: float = 0.0) -> bool:
-        """Make one pass now, unless another thread keeps the lock for `patience` seconds; return True if it was made.
+        """Make one pass, unless another thread keeps the lock for `patience` seconds; return True if a pass was made.
 
-        Also called after issuing many operations, so that they progress before the next turn of the loop.
+        Also called after many operations were issued, so that they progress before the next turn of the loop.
         """
         if not transport_lock.acquire(False) and not (patience and transport_lock.acquire(True, patience)):
             return False
@@ -229,7 +229,7 @@ class Progress(LoopWork, Quiet):
         for driven in self.driven:
             if driven.heavy:
                 return
-        self.polls += 1  # also if the progress thread has the lock: it sees that the loop is back
+        self.polls += 1  # also if the progress thread has the lock: that thread sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
             return
         self._inside = True
@@ -254,7 +254,7 @@ class Progress(LoopWork, Quiet):
         """Poll once in an iteration of the loop while work is pending."""
         now = perf_counter()
         if now - self.last_ran > _POLL_SECONDS:
-            self._quiet_since = now  # the loop was busy: it has not polled in vain
+            self._quiet_since = now  # the loop was busy, and has not polled in vain
         self.last_ran = now
         if not self.pending():
             self._set_pace(_IDLE)
@@ -264,7 +264,7 @@ class Progress(LoopWork, Quiet):
         if self.large or any(driven.heavy for driven in self.driven):
             self._park()
             return
-        self.polls += 1  # also if the progress thread has the lock: it sees that the loop is back
+        self.polls += 1  # also if the progress thread has the lock: that thread sees that the loop is back
         self.try_poll(_PATIENCE_SECONDS)
         if now - self._quiet_since < _POLL_SECONDS:
             if self.crowded:
@@ -286,9 +286,9 @@ class Progress(LoopWork, Quiet):
             self.loop.call_soon(self.resume)
 
     def resume(self) -> None:
-        """Poll, and continue to poll, since an operation has ended while the loop did not; on the loop's thread.
+        """Poll, since an operation has ended while the loop did not poll, and continue; on the loop's thread.
 
-        While a stream computes the loop must not poll: it sleeps until the next end.
+        While a stream computes, the loop must not poll: the loop then sleeps until the next end.
         """
         if not self.try_poll(_PATIENCE_SECONDS):  # the holder of the lock may have polled before the end
             self.loop.call_soon(self.resume)
@@ -329,13 +329,13 @@ class Progress(LoopWork, Quiet):
 
 
 def _after_fork() -> None:
-    """Reset the child: it has no progress thread, its lock may be taken, and its parent owns the pending work."""
+    """Reset a forked child: no progress thread runs, the lock may be taken, and the parent owns the pending work."""
     progress_thread.__init__()  # type: ignore[misc]
     alarm.__init__()  # type: ignore[misc]
     for progress in list(Progress._of_loop.values()):
         progress.after_fork()
     transport_lock.reinit()
-    tracing.to = None  # the thread that writes is the parent's
+    tracing.to = None  # only the parent has the thread that writes
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""The progress thread of the process: it polls for event loops that cannot poll, or should not."""
+"""The progress thread of the process polls for event loops that cannot poll, or should not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import ref
 from aiodist.handles.polling import LoopWork, Pace, alarm, transport_lock
 
 _TICK_SECONDS = 1e-3  # period in which the thread checks that the loops still poll
-_LINGER_SECONDS = 0.2  # time without work before the thread sleeps; to wake it costs 20 us
+_LINGER_SECONDS = 0.2  # time without work before the thread sleeps; a wake-up costs 20 us
 _COMPUTING_LINGER_SECONDS = 2e-3  # the same while a stream computes
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
 _EAGER_SECONDS = 3e-3  # time in which the thread polls a large transfer without a pause while nothing moves
@@ -38,9 +38,9 @@ class ProgressThread:
         alarm.ring()
 
     def add(self, work: LoopWork) -> None:
-        """Look at the work of a loop from now on."""
+        """Check the work of a loop from now on."""
         for other in tuple(LoopWork.held):
-            if other.loop.is_closed() and not other.pending():  # the loop had no turn to find that
+            if other.loop.is_closed() and not other.pending():  # the loop ended before a turn could find that
                 other.unpin()
         with self._members_lock:
             self._members = (*[member for member in self._members if member() is not None], ref(work))
@@ -49,7 +49,7 @@ class ProgressThread:
                 self._start()
 
     def end(self, seconds: float | None = _END_SECONDS) -> None:
-        """End the thread, and wait for that, since the interpreter ends.
+        """End the thread and join it, since the interpreter ends.
 
         CPython before 3.14 ends a thread that returns from a native call into a finalized interpreter inside torch,
         which aborts the process (python/cpython#87135).
@@ -85,7 +85,7 @@ class ProgressThread:
                 alarm.sleep(_MAX_PAUSE, for_all=True)
 
     def look(self) -> tuple[float | None, bool]:
-        """Poll for the loops that do not, and return the arguments of `pause`."""
+        """Poll for the loops that do not poll themselves, and return the arguments of `pause`."""
         began = perf_counter()
         pending = [work for work in self._alive() if work.pending()]
         due = [work for work in pending if self._is_due(work)]
@@ -106,7 +106,7 @@ class ProgressThread:
             if any(work.crowded for work in pending):
                 os.sched_yield()
             return 0.0, True
-        computing = any(work.computing for work in self._alive())  # each look takes the GIL from it
+        computing = any(work.computing for work in self._alive())  # each look takes the GIL from the stream
         if now - self._idle_since > (_COMPUTING_LINGER_SECONDS if computing else self.linger_seconds):
             return None, False
         rung = all(work.rings() and not work.threads_waiting for work in pending)
@@ -119,10 +119,10 @@ class ProgressThread:
         return self._seen.get(id(work)) == work.polls
 
     def pause(self, seconds: float | None, left_to_us: bool) -> None:
-        """Sleep for `seconds`; None is without a timeout, 0 not at all.
+        """Sleep for `seconds`; None is without a timeout, and 0 returns immediately.
 
-        Unless `left_to_us`, only this process wakes it. While a loop polls for itself, a
-        thread that other processes wake would only take the loop's core.
+        True for `left_to_us` lets other processes wake the thread. While a loop polls for itself, a woken thread would
+        only take the loop's core.
         """
         if seconds is None:
             alarm.asleep = True

@@ -1,9 +1,9 @@
 """One limit on a loop's bytes in flight, shared by reductions, prefetched batches and copies.
 
-Code that moves bytes asks a `Lane` for a permit, and returns it when the bytes have arrived. Lanes are served by
-priority, each in its own order. The first request of a lane with nothing in flight is always granted: so no lane
-starves. All ranks issue the collectives of one lane in the same order, so these cannot wait for one another in a
-circle.
+Code that moves bytes requests a permit of a `Lane`, and releases the permit when the bytes have arrived. Lanes are
+served by priority, each in its own order. The first request of a lane with nothing in flight is always granted, so no
+lane starves. All ranks issue the collectives of one lane in the same order, so collectives cannot wait for one another
+in a circle.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LIMIT = 256 << 20
 class Scheduler:
     """Grants bytes in flight to the lanes of one loop; get it with `Scheduler.current()`.
 
-    `in_flight` are the bytes granted now. They exceed `limit` only by the first request of each lane.
+    `in_flight` is the number of granted bytes, which exceeds `limit` only by the first request of each lane.
     """
 
-    # Not on the loop's `Progress`, which nothing may hold between two awaits: a limit that was set would be forgotten.
+    # Not an attribute of `Progress`: that object may be dropped between two awaits, and a limit must stay.
     _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, Scheduler]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Scheduler:
 
     @classmethod
     def current(cls) -> Scheduler:
-        """Return the running loop's, made at first use; raise `RuntimeError` if no loop runs."""
+        """Return the scheduler of the running loop, created at first use; raise `RuntimeError` if no loop runs."""
         loop = asyncio.get_running_loop()
         scheduler = cls._of_loop.get(loop)
         if scheduler is None:
@@ -45,7 +45,7 @@ class Scheduler:
 
     @property
     def limit(self) -> int:
-        """How many bytes may be in flight; may be set at any time (268,435,456)."""
+        """Limit of the bytes in flight, 268,435,456 by default; may be set at any time."""
         return self._limit
 
     @limit.setter
@@ -56,7 +56,7 @@ class Scheduler:
         self._grant()
 
     def lane(self, name: str, priority: int = 0) -> Lane:
-        """Return a lane of its own; those of higher `priority` are served first."""
+        """Return a new lane; lanes of higher `priority` are served first."""
         return Lane(self, name, priority)
 
     def _wait(self, lane: Lane) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
         self._lanes.sort(key=lambda waiting: -waiting.priority)
 
     def _grant(self) -> None:
-        """Grant what may go now; what a granted request starts may ask or give back in turn."""
+        """Grant the requests for which there is room; a granted request may request or release permits meanwhile."""
         if self._granting:
             return
         self._granting = True
@@ -82,7 +82,7 @@ class Scheduler:
         for lane in self._lanes:
             if lane.granted == 0 or lane.waiting[0].nbytes <= room:
                 return lane
-            room = min(room, 0)  # it is kept for the more urgent
+            room = min(room, 0)  # the room is kept for more urgent lanes
         return None
 
 
@@ -94,11 +94,11 @@ class Lane:
         self.name = name
         self.priority = priority
         self.granted = 0
-        """Permits that were granted and not given back."""
+        """Number of permits that were granted and not released."""
         self.waiting: deque[Permit] = deque()
 
     def request(self, nbytes: int, start: Callable[[], None]) -> Permit:
-        """Call `start` when `nbytes` may go, at once where they may; `release()` the permit when they have arrived."""
+        """Call `start` when `nbytes` may go, perhaps immediately; `release()` the permit when they have arrived."""
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: expected a number of bytes, at least 0")
         permit = Permit(self, nbytes, start)
@@ -109,7 +109,7 @@ class Lane:
         return permit
 
     async def acquire(self, nbytes: int) -> Permit:
-        """Return a permit once `nbytes` may go; cancelled, it asks for nothing any more."""
+        """Return a permit once `nbytes` may go; a cancelled call withdraws its request."""
         granted = asyncio.get_running_loop().create_future()
         permit = self.request(nbytes, lambda: None if granted.done() else granted.set_result(None))
         try:
@@ -124,7 +124,7 @@ class Lane:
 
 
 class Permit:
-    """Leave to have some bytes in flight; a context manager that gives it back."""
+    """Permission to have some bytes in flight; a context manager that releases it."""
 
     __slots__ = ("_held", "lane", "nbytes", "start")
 
@@ -135,7 +135,7 @@ class Permit:
         self._held = False
 
     def grant(self) -> None:
-        """The scheduler's part: count it, and begin."""
+        """Count the permit, and call `start`; for the scheduler."""
         self._held = True
         self.lane.granted += 1
         self.lane.scheduler.in_flight += self.nbytes
@@ -146,7 +146,7 @@ class Permit:
             raise
 
     def release(self) -> None:
-        """Give it back, or withdraw the request; a second time does nothing."""
+        """Release the permit, or withdraw the request; a second call does nothing."""
         scheduler = self.lane.scheduler
         if self._held:
             self._held = False
@@ -159,7 +159,7 @@ class Permit:
         scheduler._grant()
 
     def resize(self, nbytes: int) -> None:
-        """Hold `nbytes` from now on: what was asked for was an estimate."""
+        """Hold `nbytes` from now on, since the request was an estimate."""
         if self._held:
             self.lane.scheduler.in_flight += nbytes - self.nbytes
         self.nbytes = nbytes

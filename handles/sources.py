@@ -1,4 +1,4 @@
-"""Sources turn another library's pending objects into handles; with the callback at the end of a transfer."""
+"""Sources turn another library's pending objects into handles; `Done` is the callback at the end of a transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 Done = Callable[[BaseException | None], None]
-"""Called once, at the end of the transfer, with None or its error."""
+"""Callback at the end of a transfer, called once, with None or the error."""
 
 
 def join(count: int, done: Done) -> Done:
@@ -37,13 +37,13 @@ def join(count: int, done: Done) -> Done:
 
 
 class Source(Protocol[T_co]):
-    """A pending object of a library that has to be polled; the backend of the library implements it."""
+    """A pending object of a library that has to be polled; the backend of the library implements this protocol."""
 
     def poll(self) -> bool:
-        """Return True if it has finished; never blocks."""
+        """Return True if the object has finished; never block."""
 
     def result(self) -> T_co:
-        """Return its result or raise its error; called once, after `poll` returned True."""
+        """Return the result or raise the error; called once, after `poll` returned True."""
 
 
 class SourcePoller(Generic[T]):
@@ -65,7 +65,7 @@ class SourcePoller(Generic[T]):
             if not self._source.poll():
                 return False
             value = self._source.result()
-        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+        except BaseException as error:  # noqa: BLE001  - the task that awaits the handle raises it
             self._settle(self._operation.reject, error)
         else:
             self._settle(self._operation.resolve, value)
@@ -87,7 +87,7 @@ def from_source(source: Source[T], op: str, *, origin: Origin | None = None) -> 
 
 
 def from_future(future: concurrent.futures.Future[T], op: str = "future") -> Handle[T]:
-    """Return a handle with the outcome of `future`; `cancel()` withdraws it if it has not begun.
+    """Return a handle with the outcome of `future`; `cancel()` withdraws a future that has not begun.
 
     Call it on the loop's thread. The future's own thread ends the operation, so `wait()` in a third thread needs no
     loop.

@@ -18,7 +18,7 @@ _FRAMES = ("cr_frame", "gi_frame", "ag_frame")
 _AWAITS = ("cr_await", "gi_yieldfrom", "ag_await")
 
 Place = tuple[CodeType, int]
-"""Code, and the line in it."""
+"""Code object and line."""
 
 
 def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
@@ -26,7 +26,7 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
     coroutine: Any = task.get_coro()
     while coroutine is not None:
         yield from (frame for name in _FRAMES if (frame := getattr(coroutine, name, None)) is not None)
-        if (call := call_of(coroutine)) is not None:  # Python does not show what its generator awaits
+        if (call := call_of(coroutine)) is not None:  # Python does not show the await of this generator
             coroutine = call.coroutine
             continue
         awaits = (getattr(coroutine, name, None) for name in _AWAITS)
@@ -36,7 +36,7 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
     """Return the frames of a thread with their lines, the outermost first; an empty list if it runs no Python.
 
-    They show one moment. The thread could continue while this function walks them, and Python 3.11 may crash then.
+    All frames are of one moment. A walk in Python would let the thread continue, and Python 3.11 may crash then.
     """
     return _core.frames_of_thread(thread_id)
 
@@ -52,7 +52,7 @@ def line_of_task(task: asyncio.Task[Any]) -> str:
 
 
 def lines_of_tasks(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
-    """Return the lines of the first few of them, each line once."""
+    """Return the lines of the first few tasks, each line once."""
     return list(dict.fromkeys(filter(None, map(line_of_task, tasks))))[:_SHOWN]
 
 
@@ -62,7 +62,7 @@ def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
 
 
 def stack_of_thread(thread_id: int) -> list[str]:
-    """Return the same lines of a thread."""
+    """Return the lines of the program, and of libraries, that a thread executes, the outermost first."""
     return [_text((f.f_code, line)) for f, line in frames_of_thread(thread_id) if not is_ours(f.f_code.co_filename)]
 
 
@@ -71,7 +71,7 @@ def _places(task: asyncio.Task[Any]) -> list[Place]:
 
 
 def _innermost(places: list[Place]) -> str:
-    """Return the last place of the program's, else of a library's, but never of ours."""
+    """Return the innermost place in the program, else in a library, but never in aiodist."""
     theirs = [place for place in places if not is_ours(place[0].co_filename)]
     program = [place for place in theirs if not place[0].co_filename.startswith(_LIBRARIES)]
     return _text((program or theirs)[-1]) if theirs else ""

@@ -1,4 +1,4 @@
-"""The states of a handle, its error and its waiters, and the operations and ranks that a pending one waits for."""
+"""The states of a handle, its error and its waiters, and the operations and ranks for which it waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 
 
 class Status(Enum):
-    """PENDING is followed by exactly one of the others, which is final."""
+    """PENDING is followed by exactly one of the other states, which is final."""
 
     PENDING = "pending"
     RETURNED = "returned"
@@ -28,12 +28,12 @@ class Status(Enum):
 
 
 RETURNED: Final = Status.RETURNED
-"""`Status.RETURNED`, which Python finds more slowly: each outcome is compared with it."""
+"""`Status.RETURNED`, faster to look up: each outcome is compared with this state."""
 _core.set_statuses(Status.PENDING, RETURNED)
 
 
 def unfinished(handle: _core.Handle) -> list[_core.Handle]:
-    """Return the pending operations that it waits for: those of its parts, or itself."""
+    """Return the pending operations for which `handle` waits: those of its parts, or itself."""
     if handle._status is not Status.PENDING:
         return []
     return [one for part in handle._parts or () for one in unfinished(part)] or [handle]
@@ -52,7 +52,7 @@ def late_ranks(handle: _core.Handle) -> dict[int, str]:
 
 
 def details(handle: _core.Handle) -> str:
-    """Return other reasons why this pending operation has not finished; "" without any."""
+    """Return other reasons why this pending operation has not finished, or "" if there are none."""
     witness = _witness_of(handle)
     return "" if witness is None or handle._status is not Status.PENDING else witness.details(handle)
 
@@ -63,7 +63,7 @@ def _witness_of(handle: _core.Handle) -> Witness | None:
 
 
 def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:
-    """Return why they have not finished, as text to follow their names, and the late ranks."""
+    """Return a text on why `handles` have not finished, to follow their names, and the late ranks."""
     parts = [part for handle in handles for part in unfinished(handle)][:_SHOWN_OPERATIONS]
     late = {rank: line for part in parts for rank, line in late_ranks(part).items()}
     words = list(dict.fromkeys(filter(None, (details(part) for part in parts))))
@@ -75,7 +75,7 @@ def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:
 
 
 def lateness(handle: _core.Handle, seconds: float | None = None) -> OperationTimeout:
-    """Return the error of a wait of `seconds` for `handle`, None for its own deadline."""
+    """Return the error of a wait of `seconds` for `handle`; None is the deadline of the handle."""
     known, late = plight([handle])
     within = "in time" if seconds is None else f"within {seconds:g} s"
     return OperationTimeout(f"{handle} was not done {within} and continues{known}", late=late, op=handle.op)
@@ -104,7 +104,7 @@ def expired(handle: _core.Handle) -> OperationTimeout | None:
 
 Note = Callable[[Any], None]
 current_deadline: ContextVar[Note | None] = ContextVar("aiodist_deadline", default=None)
-"""The innermost `aiodist.timeout` around the running code: called with each handle whose await it cancels."""
+"""Callback of the innermost `aiodist.timeout` around the running code, for each handle whose await it cancels."""
 
 
 class Fence(Protocol):
@@ -114,14 +114,14 @@ class Fence(Protocol):
         """Order `stream`, None for the current one, after the operation of `handle`."""
 
     def look(self) -> bool:
-        """Report the end and return True if the device has reached it; with the transport lock held."""
+        """Report the end and return True if the device has reached this place; with the transport lock held."""
 
 
 class Waiter(Protocol):
     """A waiter for a handle on the loop: a future, a gather, a scope."""
 
     def wake(self, handle: Any, late: OperationTimeout | None, /) -> None:  # noqa: ANN401
-        """Take the news, on the loop: `handle` is done, or its deadline has passed if there is an error `late`."""
+        """Called on the loop when `handle` is done, or, with the error `late`, when its deadline has passed."""
 
 
 class FutureWaiter:

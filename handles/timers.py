@@ -11,49 +11,49 @@ from typing import Protocol
 from weakref import ref
 
 _FINAL = ("close", "aclose")
-"""Operations of the close of a communicator: past their deadline the program ends with an error."""
+"""Calls that close a communicator: after their deadline the program ends with an error."""
 _SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
 
 
 class Expiring(Protocol):
-    """The part of a handle that its deadline concerns."""
+    """The part of a handle that `Timers` uses."""
 
     @property
     def op(self) -> str:
-        """Name of its call."""
+        """Name of the call."""
 
     @property
     def _is_pending(self) -> bool:
-        """True until it is done."""
+        """True until the handle is done."""
 
     def _tell_late(self) -> None:
-        """Wake its waiters, since the deadline passed."""
+        """Wake the waiters, since the deadline has passed."""
 
 
 class Quiet:
-    """Has the loop call it, or a method of it, and none of that runs code of the program's."""
+    """A callback on the loop, or an object with such methods, that runs no code of the program."""
 
     def is_quiet(self, *, closing: bool) -> bool:
-        """Return False where it may yet wake the program; with `closing` a deadline of a close is none."""
+        """Return False if this object may still wake the program; True for `closing` ignores deadlines of a close."""
         return True
 
 
 def is_quiet(callback: object, *, closing: bool = False) -> bool:
-    """Return whether what a loop will call runs nothing of the program's; `closing` as of `Quiet`."""
+    """Return True if a callback of the loop runs no code of the program; `closing` as in `Quiet.is_quiet`."""
     owner = callback if isinstance(callback, Quiet) else getattr(callback, "__self__", None)
     return isinstance(owner, Quiet) and owner.is_quiet(closing=closing)
 
 
 def may_pass(handle: Expiring | None, *, closing: bool) -> bool:
-    """Return whether the deadline of `handle` may yet wake the program."""
+    """Return True if the deadline of `handle` may still wake the program."""
     return handle is not None and handle._is_pending and not (closing and handle.op in _FINAL)
 
 
 class Timers(Quiet):
     """Reports deadlines to handles.
 
-    Most operations finish long before their deadline. A timer of the loop for each would stay until then, half an hour
-    perhaps. So a heap has the deadlines, and the finished operations are removed whenever the heap has doubled.
+    Most operations finish long before their deadline. A timer of the loop for each operation would stay until then,
+    perhaps for half an hour. So a heap has the deadlines, and finished operations are removed when it has doubled.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -65,7 +65,7 @@ class Timers(Quiet):
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, handle: Expiring, expires: float, seconds: float) -> None:
-        """Call `handle._tell_late` at `expires` of `monotonic`, `seconds` after its issue; on the loop's thread."""
+        """Call `handle._tell_late` at `expires` of `monotonic`, `seconds` after the issue; on the loop's thread."""
         if len(self._heap) >= self._limit:
             self._clear()
         heappush(self._heap, (expires, next(self._count), ref(handle)))

@@ -21,8 +21,8 @@ class Tracer(Protocol):
     def span(self, name: str, began: float, /, *, track: str = "", of_rank: int | None = None, **details: Any) -> None:  # noqa: ANN401
         """Record a span from `began`, in seconds of `perf_counter`, until now; from any thread.
 
-        Default for `track`: that of the calling thread; for `of_rank`: the rank of the running code. Cost: a
-        microsecond. Raises nothing.
+        The default of `track` is the track of the calling thread, and of `of_rank` the rank of the running code. Cost:
+        a microsecond. Raises nothing.
         """
 
 
@@ -59,7 +59,7 @@ _NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 def span(name: str, /, **details: Any) -> AbstractContextManager[None]:  # noqa: ANN401
     """Return a block that a trace shows as `name`: `with aiodist.span("load", file=path):`.
 
-    It appears with the `details` on the track of its thread, or on the one that `track=` names. Cost: 0.1 us, or
-    2 us while a trace is recorded: see `trace`.
+    The block appears with the `details` on the track of its thread, or on the track named by `track=`. Cost: 0.1 us,
+    or 2 us while a trace is recorded, see `trace`.
     """
     return _NOT_RECORDED if tracing.to is None else _Span(name, details)

@@ -17,7 +17,7 @@ class _Wait(NamedTuple):
     """One thread's wait."""
 
     ready: Callable[[], object]
-    """Returns something true when the thread can continue."""
+    """Function that returns a true value when the thread can continue."""
     limited: bool
     """True if the thread also continues after some time."""
 
@@ -55,7 +55,7 @@ def result_of(future: Future[T]) -> T:
 
 
 def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
-    """Return True if that thread waits until another thread wakes it; with `limited`, also if its wait has a limit."""
+    """Return True if a thread waits until another one wakes it; True for `limited` also counts waits with a limit."""
     wait = _waits.get(thread_id)
     if wait is None:
         return any(check(thread_id) for check in library_checks)
@@ -65,8 +65,8 @@ def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
 class JobQueue(Generic[T]):
     """Jobs for one thread or several, in order.
 
-    A thread takes a job after it has left the table of waiting threads, so at each moment the job is in the queue, or
-    its thread does not count as idle. `put` may be called by the garbage collector.
+    A thread takes a job after it has left the table of waiting threads. So at each moment the job is in the queue, or
+    its thread does not count as idle. The garbage collector may call `put`.
     """
 
     __slots__ = ("_jobs", "_tokens")
@@ -74,7 +74,7 @@ class JobQueue(Generic[T]):
     def __init__(self) -> None:
         self._jobs: deque[T] = deque()
         self._tokens: SimpleQueue[None] = SimpleQueue()
-        """One token for each job, at which threads wait."""
+        """One token for each job; threads wait for a token."""
 
     def put(self, job: T) -> None:
         """Add a job; from any thread."""
@@ -84,7 +84,7 @@ class JobQueue(Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Return the next job, and block until there is one; raise queue.Empty after `timeout` seconds.
 
-        A `timeout` is for callers that then only look whether a job may come: the thread counts as idle.
+        A `timeout` is for callers that only check afterwards if a job may come: the thread counts as idle.
         """
         with Waiting(self._jobs.__len__):
             self._tokens.get(timeout=timeout)

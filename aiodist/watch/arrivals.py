@@ -2,8 +2,8 @@
 
 Once a second, while operations are issued, the first rank of the world measures the clocks of the others, and asks for
 the arrival times at the last operations. The first rank then sends all ranks the last rank of each operation with
-waits. Each rank adds up these waits by its own log. A rank measures and sends the waits of its receives itself.
-Everything except the comparison runs in the listener threads.
+waits. Each rank adds up these waits by its own log. A rank measures the waits of its own receives, which the first
+rank sends to all others. Everything except the comparison runs in the listener threads.
 """
 
 from __future__ import annotations
