@@ -222,7 +222,8 @@ class Mailbox:
                     self._unanswered.pop(header.number)(None)
                 else:
                     self.arrived(MailboxMessage.read(header, self._came))
-                self.listen()
+                if self._matching.expects or self._unanswered:
+                    self.listen()
         except Exception as raised:  # noqa: BLE001  - the message may be any receive's
             error = ours(raised)
         if error is not None:
