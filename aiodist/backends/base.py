@@ -1,7 +1,7 @@
 """Interface of a backend to the layers above.
 
-A *transport* is one communicator's share of a backend. It moves whole tensors between ranks; everything else is
-built on that. Native collectives of a library are a second protocol, which is optional.
+A *transport* is one communicator's share of a backend. A transport moves whole tensors between ranks. Everything else
+uses transports. Native collectives of a library are a second protocol, which is optional.
 
 A method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`) and does not
 block. It calls `done(error)` exactly once, also under the lock, possibly before it returns; it does not raise if the
@@ -51,7 +51,7 @@ def number_of_use(name: int, count: int) -> int:
 
 
 def name_in(number: int) -> int:
-    """Return the number of the name in the number of a named operation; negative if the operation has no name."""
+    """Return the number of the name from the number of an operation; the result is negative without a name."""
     return (number - NAMED) // _MOST_USES
 
 
@@ -63,12 +63,12 @@ def tag_of(number: int) -> int:
 
 
 def key_of(number: int) -> int:
-    """Return the key of a communicator's collective `number`; the next keys are for its parts."""
+    """Return the key of a communicator's collective `number`. The next keys are for parts of the collective."""
     return number << KEY_BITS
 
 
 class Refused(Exception):
-    """A rank takes no part in an operation that has failed; that rank reports the cause to the others itself."""
+    """A rank, which reports the cause to the other ranks, takes no part in an operation that has failed."""
 
 
 def guarded(call: Callable[[Done], object], done: Done) -> None:
@@ -121,7 +121,7 @@ class PeerGone(BackendError):
 
 
 def again(error: E) -> E:
-    """Return a copy of `error`: each operation writes its own details into its error."""
+    """Return a copy of `error`, to which an operation adds its own details."""
     copied = copy(error)
     copied.__cause__ = error.__cause__
     return copied
@@ -140,7 +140,7 @@ def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
 
 
 def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Run `fn` in a daemon thread of its own: it may block for long, and the exit must not wait for it."""
+    """Run `fn`, which may block for long, in a new daemon thread, for which the exit of the process does not wait."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -157,7 +157,7 @@ def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
 
 
 async def in_thread(fn: Callable[[], T]) -> T:
-    """Run `fn` in a thread of its own and return its result."""
+    """Run `fn` in a new thread and return the result."""
     return await asyncio.wrap_future(started(fn))
 
 
@@ -183,7 +183,7 @@ dtype_code = {kind: code for code, kind in enumerate(DTYPES)}.__getitem__
 
 
 class Wanted(NamedTuple):
-    """The facts that choose the implementation of an operation; the same on all ranks."""
+    """The facts that choose the implementation of an operation, equal on all ranks."""
 
     operation: str
     kind: dtype
@@ -206,7 +206,7 @@ class Wanted(NamedTuple):
 class Primitive:
     """A collective on flat tensors of one rank: the unit that an implementation runs.
 
-    The tensors are flat, dense and of one dtype; all ranks know the counts. n is the number of elements of `t`.
+    The tensors are flat, dense and of one dtype. All ranks know the counts. n is the number of elements of `t`.
 
     | kind           | `t`: n elements           | `out`                                   | in addition       |
     |----------------|---------------------------|-----------------------------------------|-------------------|
@@ -236,7 +236,7 @@ class Primitive:
 
     @property
     def wanted(self) -> Wanted:
-        """Return the facts that choose its implementation."""
+        """Return the facts that choose the implementation."""
         t = self.out if self.kind == "allgather" else self.t  # the one that defines the size
         op = self.op if self.kind in REDUCTIONS else None
         return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
@@ -271,7 +271,7 @@ class Capabilities:
     kept_from: int | None = None
     """Smallest send to another rank, in bytes, that completes only after its receive was posted; None if unknown."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
-    """(data, dst, tag): sends a few bytes, in order with `isend`; False if they would have to wait."""
+    """(data, dst, tag): sends a few bytes, in order with `isend`. Returns False if the bytes would have to wait."""
 
 
 class Native(Protocol):
@@ -285,17 +285,17 @@ class Native(Protocol):
     """True if an operation that a rank refuses ends on all ranks, with `Refused`; else ranks that began it hang."""
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True if it has this operation."""
+        """Return True if the library has this operation."""
 
     def start(self, operation: Primitive, key: int, done: Done) -> None:
-        """Start a supported operation; all ranks give the same key, which no operation in flight has."""
+        """Start a supported operation. All ranks give the same key, which no operation in flight has."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return a function that starts an allreduce of `numel` elements of `kind`; None if one call cannot do it."""
+        """Return a function that starts an allreduce of `numel` elements of `kind`; None if one call cannot do so."""
 
 
 class Transport(Protocol):
-    """One communicator's connection to its peers."""
+    """The connections of one communicator."""
 
     name: str
     rank: int
@@ -303,7 +303,7 @@ class Transport(Protocol):
     native: Native | None
 
     def capabilities(self) -> Capabilities:
-        """Return its features."""
+        """Return the features of the transport."""
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send all of `t`; done when `t` may be reused. Messages of equal (src, dst, tag) keep their order."""
@@ -318,4 +318,4 @@ class Transport(Protocol):
         """
 
     async def aclose(self, *, drained: bool) -> None:
-        """Release it; with `drained` every rank calls it and no transfer is in flight, else it is aborted."""
+        """Release the transport; with `drained`, every rank calls `aclose` and no transfer is in flight. Else abort."""

@@ -36,7 +36,7 @@ class Header(NamedTuple):
     """Bytes that follow the header."""
 
     def pack(self) -> bytes:
-        """Return its 64 bytes."""
+        """Return the 64 bytes of the header."""
         return _FORMAT.pack(*self)
 
     @classmethod

@@ -29,7 +29,7 @@ class LocalMessage(UnexpectedMessage):
 
 
 class LocalHub:
-    """Messages among the ranks of one process: it matches sends with receives and copies; the transport lock is held.
+    """Messages among the ranks of one process, matched and copied with the transport lock held.
 
     With a `seed`, deliveries wait for the loop. Their order between different pairs of ranks is then drawn, so that one
     seed always gives one interleaving. Without a seed each delivery is immediate.
@@ -53,7 +53,7 @@ class LocalHub:
             self.waiting[to].keep(message)
 
     def abort(self, at: Address) -> None:
-        """End all operations of a rank that leaves, and those of other ranks with it; their buffers are free then."""
+        """End all operations of a rank that leaves, and those of other ranks with that rank; their buffers are free."""
         comm, rank = at
         gone = _gone(rank, comm)
         own = self.waiting.pop(at, None) or Matching()

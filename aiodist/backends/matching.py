@@ -30,24 +30,24 @@ class Matchable(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PostedReceive:
-    """A receive that waits for its message; users add what they need."""
+    """A receive that waits for a message; subclasses add fields."""
 
     src: int
     tag: int
     kind: int = field(default=ANY, kw_only=True)
     order: int = field(default=0, kw_only=True)
-    """Number in the order of issue; 0 until it waits."""
+    """Number in the order of issue; 0 before the receive waits."""
 
 
 @dataclass(eq=False, slots=True)
 class UnexpectedMessage:
-    """A message that came before its receive; users add what they need."""
+    """A message that came before its receive; subclasses add fields."""
 
     src: int
     tag: int
     kind: int = field(default=0, kw_only=True)
     order: int = field(default=0, kw_only=True)
-    """Number in the order of arrival; 0 until it waits."""
+    """Number in the order of arrival; 0 before the message waits."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ T = TypeVar("T", bound=Matchable)
 
 
 class Matching(Generic[R, M]):
-    """The receives and messages of one communicator on one rank that have not met; either side may be there first.
+    """The receives and messages of one communicator on one rank that have not met.
 
     A receive calls `post`. A message calls `match`, and `keep` if there is no receive. There is a list for each tag,
     so the search time does not depend on operations with other tags.
@@ -104,11 +104,11 @@ class Matching(Generic[R, M]):
         return message
 
     def match(self, src: int, tag: int, kind: int = 0) -> R | None:
-        """Return the first receive that takes a message with these fields; it no longer waits."""
+        """Return the first receive that takes a message with these fields, which no longer waits."""
         return _take(self._receives, (tag, ANY), src, kind)
 
     def keep(self, message: M) -> None:
-        """Let `message` wait, at its place if it has one already."""
+        """Let `message` wait: at the place of its number, or at the end without a number."""
         waiting = self._messages.setdefault(message.tag, [])
         if message.order:
             insort(waiting, message, key=_order)
@@ -125,16 +125,16 @@ class Matching(Generic[R, M]):
         _remove(self._receives, receive)
 
     def cancel_receives(self, which: Callable[[R], bool] | None = None) -> list[R]:
-        """Remove the receives for which `which` is true, or all, and return them in order."""
+        """Remove the receives for which `which` is true, or all receives; return the removed ones in order."""
         return _cancel(self._receives, which)
 
     def cancel_messages(self, which: Callable[[M], bool] | None = None) -> list[M]:
-        """Remove the messages for which `which` is true, or all, and return them in order."""
+        """Remove the messages for which `which` is true, or all messages; return the removed ones in order."""
         return _cancel(self._messages, which)
 
 
 def _take(table: dict[int, list[T]], tags: Sequence[int], src: int, kind: int) -> T | None:
-    """Remove the first with this source, this kind and one of these tags, and return it; `ANY` on either side fits."""
+    """Remove and return the first entry with this source and kind and one of these tags; `ANY` on either side fits."""
     found: T | None = None
     for tag in tags:
         for one in table.get(tag, ()):

@@ -82,7 +82,7 @@ class Traffic:
     refusal: BaseException | None = None
     """Error of later sends and receives."""
     native: int = 0
-    """Number of running native parts, in a library or in shared memory, which cannot be stopped."""
+    """Number of running native parts, in a library or in shared memory. Native parts cannot be stopped."""
     way: str = ""
     """Name of the implementation; the last one if several ran."""
     _sent: dict[int, Lists] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Traffic:
         return self._sent.get(rank, {}), self._asked.get(rank, {})
 
     def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:
-        """Match the recorded sends and receives of `rank` with this one; with the transport lock held."""
+        """Match the recorded sends and receives of `rank` with those of this rank; the transport lock is held."""
         mine, wanted = self.with_rank(rank)
         for tag, sizes in asked.items():
             for nbytes in sizes[len(mine.get(tag, ())) :]:
@@ -193,18 +193,18 @@ class Endpoint:
         self.device_messages = device_messages
         self.traffic = traffic
         self.ranks: Sequence[int] = range(transport.size) if ranks is None else ranks
-        """Rank of the transport of each of its ranks."""
+        """Ranks in the transport, by rank of the endpoint."""
         self.rank = transport.rank if ranks is None else ranks.index(transport.rank)
         self.size = len(self.ranks)
         self.tag = tag
         self.key = (tag if number is None else number) << KEY_BITS
         self.whole = False
-        """True if it is on a lane already, so that tensors are not split into chunks."""
+        """True if the endpoint is on a lane already, so that tensors are not split into chunks."""
 
     def among(self, ranks: Sequence[int]) -> Endpoint:
-        """Return the endpoint of some of its ranks, numbered in the order given, over the same transport and tag.
+        """Return the endpoint of some of these ranks, numbered in the order given, over the same transport and tag.
 
-        Ranks that are in several groups use them one after another. Raises ValueError if this rank is not among them.
+        A rank of several groups uses the groups one after another. Raises ValueError if this rank is not in `ranks`.
         """
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} is not among {list(ranks)}")
@@ -242,7 +242,7 @@ class Endpoint:
 
 
 def on_lane(ep: Endpoint, lane: int) -> Endpoint:
-    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1; a lane has no lanes of its own."""
+    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1. A lane has no lanes of its own."""
     other = copying.copy(ep)
     other.whole = True
     other.tag = ep.tag + lane * LANE_TAGS
@@ -255,17 +255,17 @@ class Implementation(ABC):
 
     name: str
     finishes: bool = False
-    """True if its allreduce and reduce_scatter take 16-bit floats and means, and round once."""
+    """True if allreduce and reduce_scatter take 16-bit floats and means, and round once."""
     in_order: bool = False
-    """True if it matches operations by the order of its calls alone, so only the first step of an operation uses it."""
+    """True if operations match by the order of the calls alone, so that only first steps of operations use them."""
     recallable: bool = False
-    """True if it stops on all ranks when one fails; otherwise the ranks that have begun it wait for that one."""
+    """True if an operation stops on all ranks when one rank fails; else the ranks that have begun wait for it."""
     compares: bool = False
-    """True if it waits for the agreement of the hosts itself, after its part within a host."""
+    """True if `run` waits for the agreement of the hosts, after the part within a host."""
 
     @abstractmethod
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return the reason why it cannot run the operation, or None; the same on all ranks."""
+        """Return the reason why the implementation cannot run the operation, or None, equal on all ranks."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return a function that starts an in-place allreduce by one native call, or None."""

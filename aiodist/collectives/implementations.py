@@ -103,7 +103,7 @@ class Kit(NamedTuple):
 
 
 class Repertoire:
-    """The implementations of a communicator, and its selector table; the same on all its ranks.
+    """The implementations and the selector table of a communicator, equal on all ranks.
 
     A repertoire is immutable: an edit makes another one. So an operation issued before an edit uses the old table on
     every rank, whenever each of them starts it.
@@ -131,7 +131,7 @@ class Repertoire:
         library = None if transport.native is None else NativeCollectives(transport.name, transport.native)
         near = None if within is None else NativeCollectives("shm", within)
         self._shares = within is not None and within.size == transport.size
-        """True if all ranks share memory; they compare their operations there."""
+        """True if all ranks share memory, where operations are compared."""
         self.edition = 0 if table is None else table.fingerprint
         """Fingerprint of an edited table; 0 for the default table."""
         self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
@@ -155,7 +155,7 @@ class Repertoire:
         """Implementations for CUDA devices, by name; empty without such devices."""
         self._known: dict[str, dict[str, Implementation]] = {"cpu": self.all, "cuda": self.on_cuda}
         self.hosts = "several" if several else "one"
-        """Host entry of its rows in the table, "one" or "several"."""
+        """Host entry of the rows in the table, "one" or "several"."""
         self._picked: dict[tuple[Wanted, str, bool], Implementation] = {}
 
     @property
@@ -198,7 +198,7 @@ class Repertoire:
         return {name for _, name in self.table.rows["cpu", self.hosts, operation]}
 
     def pick(self, wanted: Wanted, impl: str = "auto", *, later: bool = False) -> Implementation:
-        """Return the implementation of an operation: `impl` or the table's, or another one if it cannot run it.
+        """Return the implementation of an operation: `impl`, that of the table, or the best other one that can run it.
 
         `later` excludes implementations that match operations by the order of the calls.
         """
@@ -245,7 +245,7 @@ class Repertoire:
     # --- availability ---------------------------------------------------------------------------------------
 
     def availability(self) -> Availability:
-        """Return the state of each implementation, with the reason if it is missing."""
+        """Return the state of each implementation, with the reasons of missing ones."""
         return Availability(
             [
                 Offer(operation, impl, device, *self._state(operation, impl, device))
@@ -293,7 +293,7 @@ class Repertoire:
         return self._alone or "its ranks share no memory"
 
     def _because(self, impl: str) -> str:
-        """Return the reason why `impl` is missing; empty if it is no known implementation."""
+        """Return the reason why `impl` is missing; empty if `impl` is no known implementation."""
         if impl not in (*IMPLEMENTATIONS,):
             return ""
         device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"
@@ -382,12 +382,12 @@ class Primitives:
         return receives + [self.ep.send(t, rank) for o in exchanges for rank, t in o.sends]
 
     def release(self) -> None:
-        """Release the operation's launch slots: it has no exchange on devices."""
+        """Release the launch slots of an operation without exchanges on devices."""
         if self._repertoire.exchanger is not None:
             self._repertoire.exchanger.release(self.ep)
 
     async def _all_say(self, local: Sequence[bool]) -> list[bool]:
-        """Return for each of several flags if it is True on all ranks."""
+        """Return, for each flag, if that flag is True on all ranks."""
         ranks, count = self.ep.size, len(local)
         said = torch.empty(ranks * count, dtype=torch.bool, device="cpu")
         host = Primitives(self.ep, self._repertoire, "doubling", later=True)

@@ -45,7 +45,7 @@ _FAREWELL = 0  # below the numbers of messages
 
 
 class Mailbox:
-    """All sends and receives of one communicator; every method runs with the transport lock held."""
+    """All sends and receives of one communicator. Every method runs with the transport lock held."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -58,19 +58,19 @@ class Mailbox:
         self._matching: Matching[MailboxReceive, MailboxMessage] = Matching()
         self._listening = self._looping = self._farewell_came = False
         self.sent: Counter[int] = Counter()
-        """Number of frames sent to each other rank; if none is in flight, equal to its `heard` of this rank."""
+        """Number of frames sent to each other rank; `heard` of this rank there is equal if no frame is in flight."""
         self.heard: Counter[int] = Counter()
         self._number = 0
         self._lines: dict[int, object] = {}
         self._unanswered: dict[int, Done] = {}
-        """By number: the synchronous messages without an answer; `_FAREWELL` waits for that of the rank before."""
+        """By number: synchronous messages without an answer; by `_FAREWELL`, the wait for the rank before this one."""
         self.taking: dict[MailboxReceive, int] = {}
         """Receives that have matched a message in flight, each with the size of that in bytes."""
         self._kept_from = can.kept_from
         self.kept = 0
-        """Number of pending messages that end only after a receive has matched them, without the synchronous ones."""
+        """Number of pending messages that end only after a match, without the synchronous ones."""
         self.kept_sent: Counter[int] = Counter()
-        """Number of these that have ended, by rank; at most that rank's `kept_matched` of this one."""
+        """Number of such messages that have ended, by rank; at most `kept_matched` of this rank there."""
         self.kept_matched: Counter[int] = Counter()
 
     @property
@@ -84,7 +84,7 @@ class Mailbox:
         return len(self._unanswered) - (_FAREWELL in self._unanswered)
 
     def line_of(self, number: int) -> object | None:
-        """Return the line that sent message `number`; None if it is no longer kept."""
+        """Return the line that sent message `number`; None if the line is no longer kept."""
         return self._lines.get(number)
 
     def leftovers(self) -> list[tuple[int, int, str]]:
@@ -92,7 +92,7 @@ class Mailbox:
         return [(message.src, message.number, str(message)) for message in self._matching.messages]
 
     def keeps(self, t: Tensor, dst: int) -> bool:
-        """Return True if a send of `t` ends only after a receive has matched it."""
+        """Return True if a send of `t` ends only after a receive has matched the message."""
         kept = self._kept_from is not None and t.nbytes >= max(self._kept_from, INLINE_BYTES + 1)
         return kept and t.is_cpu and dst != self._transport.rank
 
@@ -101,7 +101,7 @@ class Mailbox:
     async def send(
         self, ts: Sequence[Tensor], dst: int, tag: int, kind: int, line: object, *, synchronous: bool = False
     ) -> None:
-        """Send each of `ts` as a message; return when they may be reused.
+        """Send each of `ts` as a message; return when the tensors may be reused.
 
         `line` is the line of the call. A synchronous send returns after a receive has matched each message.
         """
@@ -171,7 +171,7 @@ class Mailbox:
         return torch.frombuffer(bytearray(data.ljust(self._least_bytes, b"\0")), dtype=torch.uint8)
 
     def _answer(self, message: MailboxMessage) -> None:
-        """Notify the sender that a receive has matched it."""
+        """Notify the sender that a receive has matched `message`."""
         if message.src == self._transport.rank:
             self._unanswered.pop(message.number)(None)
             return
@@ -181,7 +181,7 @@ class Mailbox:
         guarded(partial(self._transport.isend, answer, message.src, _FRAME_TAG), keeping(answer, ignore))
 
     async def part(self) -> None:
-        """Receive what was sent to this rank; return when the rank before it, in a ring, has parted too.
+        """Receive all messages to this rank; return when the rank before this one, in a ring, has parted too.
 
         Every rank notifies the next one, after all have issued their last operation. So no receive stays posted.
         """
@@ -230,7 +230,7 @@ class Mailbox:
             self.abort(error)
 
     def abort(self, error: BaseException) -> None:
-        """Receive no more: receives without a message end, and their memory is free."""
+        """Receive no more: receives without a message end with `error`."""
         wanted = self._matching.cancel_receives()
         unanswered, self._unanswered = self._unanswered, {}
         failed: list[Done] = [*(receive.fail for receive in wanted), *unanswered.values()]
@@ -239,7 +239,7 @@ class Mailbox:
     # --- matching -----------------------------------------------------------------------------------------------
 
     def receive(self, wanted: MailboxReceive) -> None:
-        """Give `wanted` the first message that matches, now or when it comes."""
+        """Give `wanted` the first message that matches, now or at arrival."""
         message = self._matching.post(wanted)
         if message is not None:
             if not self._deliver(message, wanted):
@@ -262,7 +262,7 @@ class Mailbox:
         wanted.cancel_work()
 
     def arrived(self, message: MailboxMessage) -> None:
-        """Give a message to the receive that takes it, or keep it for one."""
+        """Give a message to the first receive that takes it; else keep the message."""
         if not message.order:
             self._matching.number(message)
         while (wanted := self._matching.match(message.src, message.tag, message.kind)) is not None:

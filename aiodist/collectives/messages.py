@@ -1,4 +1,4 @@
-"""Messages between two ranks as the mailbox has them: their records, and their form on the wire."""
+"""Messages of the mailbox between two ranks: records in memory, and the format on the wire."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiodist.errors import BackendError
 from aiodist.streams.memory import bytes_of
 
 FRAME_BYTES = 1024
-"""Most bytes of a frame: a header, dtype and shape of the tensor, and its data if they are short."""
+"""Most bytes of a frame: a header, dtype and shape of the tensor, and short data."""
 INLINE_BYTES = FRAME_BYTES - HEADER_BYTES - META_BYTES
 """Most bytes of data in a frame."""
 
@@ -57,7 +57,7 @@ class MessageFlag(IntEnum):
     SYNCHRONOUS = 1
     """An answer."""
     KEPT = 2
-    """A receive that matches it, without an answer: its send ends only after that."""
+    """A receive that matches, without an answer: the send ends only after the match."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Arrived:
     """A message that was received."""
 
     data: Any
-    """The tensor, or the object that it was unpacked to."""
+    """The tensor, or the unpacked object."""
     source: int
     tag: int
     nbytes: int
@@ -75,7 +75,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """An object in place of its bytes: of a message that was received, and given back."""
+    """The object of a message that was received and given back, in place of its bytes."""
 
     obj: Any
 
@@ -89,16 +89,16 @@ class MailboxReceive(PostedReceive):
     work: DeviceWork | None = None
     """The work on the device of `into`, or of the message."""
     work_later: Callable[[], DeviceWork] | None = None
-    """Factory of `work` for a message from a device; the process uses no device before such a message comes."""
+    """Factory of `work` for a message from a device. The process uses no device before such a message comes."""
     given: MailboxMessage | None = None
-    """The message that it has matched."""
+    """The message that has matched."""
     handle: object = None
-    """The handle of the receive, once a message has matched it."""
+    """The handle of the receive after a match."""
     take: Callable[[], bool] = lambda: True
     """Called when a message matches; False withdraws the receive."""
 
     def fail(self, error: BaseException | None) -> None:
-        """End it with `error`, with no work on a device."""
+        """End the receive with `error`, without work on a device."""
         self.cancel_work()
         self.finish(None, error)
 
@@ -108,7 +108,7 @@ class MailboxReceive(PostedReceive):
             self.work.cancel()
 
     def work_for(self, message: MailboxMessage) -> DeviceWork | None:
-        """Return its work on a device, if `message` is received there."""
+        """Return the work on a device, if `message` is received there."""
         if message.meta.on_device if self.into is None else not self.into.is_cpu:
             if self.work is None and self.work_later is not None:
                 self.work = self.work_later()
@@ -116,7 +116,7 @@ class MailboxReceive(PostedReceive):
         return None
 
     def refusal(self, message: MailboxMessage) -> BaseException | None:
-        """Return why `message` does not fit; it is received all the same, and thrown away."""
+        """Return the error of a `message` that does not fit; such a message is received and discarded."""
         into, meta = self.into, message.meta
         if into is None:
             return None
@@ -138,15 +138,15 @@ class MailboxMessage(UnexpectedMessage):
     place: int
     """See `DataPlace`."""
     flags: int = 0
-    """Sum of its `MessageFlag`."""
+    """Sum of `MessageFlag`."""
     data: bytes | Tensor | None = field(default=None, repr=False)
     """The bytes, if this rank has them."""
     error: BaseException | None = None
-    """Error of its transfer, if it was put back before the transfer was finished."""
+    """Error of the transfer of a message that was put back before the transfer was finished."""
     waiting: list[Done] = field(default_factory=list)
     """Callbacks for the end of that transfer."""
     unpacked: Unpacked | None = field(default=None, repr=False)
-    """The object that it carries, if a receive has unpacked it."""
+    """The object of the message, if a receive has unpacked the object."""
 
     def __str__(self) -> str:
         what = self.meta if self.kind == MessageKind.TENSOR else f"an object of {self.nbytes} bytes"

@@ -22,7 +22,7 @@ class Meta(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     on_device: bool = False
-    """True if it was on a CUDA device of its sender."""
+    """True if the tensor was on a CUDA device of its sender."""
 
     @property
     def numel(self) -> int:
@@ -64,7 +64,7 @@ def as_bytes(t: Tensor) -> bytes:
 
 
 def owns_memory(t: Tensor) -> bool:
-    """Return True if `t` can grow: it is no view, and its memory is not borrowed."""
+    """Return True if `t` can grow: `t` is no view and has no borrowed memory."""
     return not t._is_view() and t.untyped_storage().resizable()
 
 

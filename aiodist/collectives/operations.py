@@ -64,7 +64,7 @@ async def elementwise(
 
 
 async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` over the ranks before mine; rank 0's does not change, as in MPI."""
+    """Reduce each of `ts` over the ranks before mine; the tensors of rank 0 do not change, as in MPI."""
     ep = p.ep
     targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
     if p.ep.size == 1 and p.impl == "auto":
@@ -129,7 +129,7 @@ async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
 
 
 async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapping[int, int]) -> dict[int, list[Meta]]:
-    """Send each rank the metadata of its incoming tensors; return the metadata from the ranks `by`."""
+    """Send the metadata of the tensors `to` each rank; return the metadata from the ranks `by`."""
     records = {rank: torch.empty(count * META_BYTES, dtype=torch.uint8, device="cpu") for rank, count in by.items()}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
     sends = [ep.send(as_tensor(b"".join(map(pack_meta, ts))), rank) for rank, ts in to.items()]
@@ -311,7 +311,7 @@ async def reduce_scatter(
 
 
 async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Tensor:
-    """Return root's bytes on all ranks: one broadcast of a frame with their number, a second one for longer data."""
+    """Return root's bytes on all ranks: by one broadcast of a frame, by a second one for longer data."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     room = _FRAME_BYTES - _COUNT.size
     if packed is not None:
@@ -330,11 +330,11 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
 
 
 def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[tuple[int, int]] = ()) -> Tensor:
-    """Return `out` as `shape`: narrowed if it is larger, grown if it is too small and owns its memory.
+    """Return `out` as `shape`: narrowed if `out` is larger, grown if `out` is too small and owns its memory.
 
-    `sent` has the sending ranks and their numbers of elements, unless these are the same on all.
+    `sent` has the sending ranks and their numbers of elements, unless these numbers are equal.
 
-    Raises ValueError if it cannot grow (a view, or borrowed memory), TypeError for another dtype.
+    Raises ValueError if `out` cannot grow (a view, or borrowed memory), TypeError for another dtype.
     """
     if out.dtype is not kind:
         raise TypeError(f"out= holds {dtype_name(out.dtype)}, the result {kind}")
@@ -435,9 +435,9 @@ def copy_to_all(ts: Sequence[Tensor]) -> None:
 
 
 async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Tensor:
-    """Combine the list on this rank, then the ranks; the first tensor holds the total, on `root` alone or on all.
+    """Combine the list on this rank, then the ranks, into the first tensor: that of `root`, or of each rank.
 
-    Elsewhere the tensors are only read. Tensors on other devices are copied to the first one's, one after the other.
+    Other tensors are only read. Tensors on other devices are copied to the device of the first, one after the other.
     """
     mine = root in (None, p.ep.rank)
     total = to_wire(ts[0])

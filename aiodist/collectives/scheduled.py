@@ -1,4 +1,4 @@
-"""Runs a schedule (`aiodist.schedules`) on tensors, over an endpoint's messages.
+"""Runs a schedule (`aiodist.schedules`) on tensors, by messages of an endpoint.
 
 Each lane is a program with a tag of its own, so that lanes are independent.
 """
@@ -29,9 +29,9 @@ _MOST_KEPT = 256
 class Scheduled(Implementation):
     """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
 
-    `chunks` is the number of parts in flight at the same time, or one after the other; None leaves it to the size and
-    to `limits` (see `LIMITS`). Each of the parts in flight at the same time has a tag of its own, a lane. Several
-    tensors share the lanes: their steps are joined, and each goes in one chunk.
+    `chunks` is the number of parts in flight at the same time, or one after the other; with None the size and `limits`
+    (see `LIMITS`) determine `chunks`. Each of the parts in flight at the same time has its own tag, a lane. Several
+    tensors share the lanes: the steps are joined, and each tensor goes in one chunk.
     """
 
     recallable = True
@@ -43,7 +43,7 @@ class Scheduled(Implementation):
         self._kept: dict[tuple[object, ...], Schedule] = {}
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return the reason why it cannot run the operation, or None; the same for any number of ranks."""
+        """Return the reason why there is no schedule of the operation, or None, for any number of ranks."""
         names = SCHEDULES.get(wanted.operation, {})
         if self.name in names:
             return None
@@ -118,7 +118,7 @@ class _Work(NamedTuple):
 
     schedule: Schedule
     parts: Sequence[tuple[int, int, Tensor]]
-    """First and last bound, and the elements."""
+    """First and last bound in the buffer, with the elements."""
     op: ReduceOp
     block: Tensor | None
     """The result, which is copied to its place at the end."""
@@ -142,7 +142,7 @@ async def _run_lane(ep: Endpoint, works: Sequence[_Work], lane: int) -> None:
 
 
 def _steps(ep: Endpoint, work: _Work, steps: Iterator[Step]) -> Iterator[Sequence[Transfer]]:
-    """Yield the transfers of each step; combine what arrived when the next is taken.
+    """Yield the transfers of each step; combine the received data when the next step is taken.
 
     Data to combine arrive in a room that is reused in each step.
     """

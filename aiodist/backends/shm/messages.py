@@ -46,7 +46,7 @@ class _Copy:
 
 
 class Messages:
-    """See the module; all methods except the constructor run with the transport lock held."""
+    """See the module. All methods except the constructor run with the transport lock held."""
 
     of_ranks = True
 
@@ -96,7 +96,7 @@ class Messages:
             self.finish(send, ours(error))
 
     def send_now(self, data: bytearray, comm: int, to: int, tag: int) -> bool:
-        """Send a few bytes to rank `to`; return False, with no byte sent, if they would have to wait."""
+        """Send a few bytes to rank `to`; return False, with no byte sent, if the bytes would have to wait."""
         peer = self.peers.get(to)
         return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
@@ -176,7 +176,7 @@ class Messages:
                 self.progress.report("the callback of a message failed", raised)
 
     def box(self, comm: int) -> Box | None:
-        """Return the waiting messages and receives of a communicator, or None if it is closed."""
+        """Return the waiting messages and receives of a communicator, or None for a closed one."""
         box = self.boxes.get(comm)
         if box is None and comm not in self._closed:
             box = self.boxes[comm] = Box()
@@ -231,7 +231,7 @@ class Messages:
                 self._passes = _LOOK_PASSES
 
     def _look(self) -> bool:
-        """Send waiting data over the sockets, and check for lost ranks; return True if there is a new one."""
+        """Send waiting data over the sockets and check for lost ranks; return True if a rank is newly lost."""
         self._passes = 0
         for peer in self._polled:
             peer.neighbour.flush()

@@ -57,7 +57,7 @@ def lost(rank: int) -> PeerGone:
 
 
 class Peer:
-    """See the module; everything runs with the transport lock held."""
+    """See the module. Every method runs with the transport lock held."""
 
     def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
         """`numbers` are this rank's counts for all its neighbours."""
@@ -99,7 +99,7 @@ class Peer:
             self.waiting.append(send)
 
     def send_now(self, data: bytearray, comm: int, tag: int) -> bool:
-        """Send a short message; return False, with no byte sent, if it would have to wait."""
+        """Send a short message; return False, with no byte sent, if the message would have to wait."""
         if self.waiting or self.gone or not self._has_credit(len(data)):
             return False
         try:
@@ -207,7 +207,7 @@ class Peer:
         return moved
 
     def is_gone(self, now: float) -> bool:
-        """Return True if its process ended some time ago, and all its records are read."""
+        """Return True if the process of the rank ended some time ago and all its records are read."""
         if not self.neighbour.is_cut:
             return False
         self._cut_at = self._cut_at or now
@@ -321,7 +321,7 @@ class Peer:
             messages.finish(receive, ours(raised))
 
     def _copied(self, table: dict[int, Send] | dict[int, ShmReceive], number: int) -> None:
-        """Finish the long message `number` of a table: this rank has copied all its bytes."""
+        """Finish the long message `number` of a table, whose bytes this rank has copied."""
         self._say(_PUT if table is self._offered else _GOT, number)
         self._messages.finish(table.pop(number), None)
 
@@ -371,7 +371,7 @@ class Peer:
             self._messages.copy(send, target, send.t, nbytes, partial(self._copied, self._offered, send.number))
 
     def _fill(self) -> bool:
-        """Copy chunks to the stage, as far as the neighbour has drained it."""
+        """Copy chunks to the room of the stage that the neighbour has drained."""
         messages = self._messages
         moved = False
         while self._staged and messages.budget > 0 and not self.waiting:
@@ -402,7 +402,7 @@ class Peer:
         return moved
 
     def _withdraw(self, send: Send, error: BaseException) -> None:
-        """Abort a send; its memory is kept until the neighbour no longer reads it."""
+        """Abort a send. The memory of the message is kept until the neighbour no longer reads it."""
         self._stop(send)
         self._say(_WITHDRAWN, send.number)
         self._messages.finish(send, error)

@@ -45,7 +45,7 @@ class ShmReceive(PostedReceive):
 
 @dataclass(eq=False, slots=True)
 class Envelope(UnexpectedMessage):
-    """A message without a receive; its bytes are `data`, or rank `src` still has them."""
+    """A message without a receive: its bytes are `data`, or in the memory of rank `src`."""
 
     nbytes: int
     data: bytes | None = field(default=None, repr=False)
@@ -59,6 +59,6 @@ Box = Matching[ShmReceive, Envelope]  # waiting receives and messages of one com
 
 
 def too_long(nbytes: int, receive: ShmReceive) -> BackendError | None:
-    """Return the error of a message of `nbytes` that is longer than `receive`, or None if it fits."""
+    """Return the error of a message of `nbytes` that is longer than `receive`, or None for one that fits."""
     room = receive.into.nbytes
     return BackendError(f"a message of {nbytes} bytes met a receive of {room}") if nbytes > room else None
