@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Witness(Protocol):
-    """A source of reasons why operations are pending; each method takes the `Handle` of an operation."""
+    """A source of reasons why operations are pending. Each method takes the `Handle` of an operation."""
 
     def late(self, handle: Any, /) -> dict[int, str]:  # noqa: ANN401
         """Return the ranks for which the pending operation is known to wait, each with its line."""

@@ -16,7 +16,7 @@ class Lapsing(Protocol):
     """An owner that the program may have dropped."""
 
     def lapse(self) -> bool:
-        """Release all bytes of this owner if the program has dropped it; return True if it has."""
+        """Release all bytes of this owner if the program has dropped it. Return True if it has."""
 
 
 class InFlight(_core.Claims):
@@ -28,11 +28,11 @@ class InFlight(_core.Claims):
     """
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
-        """Claim bytes for `owner`; raise `BufferInFlight` with the name of the holder if another operation has them."""
+        """Claim bytes for `owner`. Raise `BufferInFlight` with the name of the holder if another operation has them."""
         self.acquire_all([(start, nbytes, writes, None)], owner)
 
     def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
-        """Claim all ranges; claim none, and raise `BufferInFlight`, if one of them is in use."""
+        """Claim all ranges. Claim none, and raise `BufferInFlight`, if one of them is in use."""
         for i, (start, nbytes, writes, *_) in enumerate(claims):
             while (holder := self.claim(start, nbytes, writes, owner)) is not None:
                 if isinstance(holder, Lapsing) and holder.lapse():

@@ -1,4 +1,4 @@
-"""Coroutines that remember the line of their call, and report it if they are never awaited."""
+"""Coroutines that remember the line of the call, for a report if they are never awaited."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Call(Coroutine[Any, Any, T]):
 
 
 def call_of(awaited: object) -> Call[Any] | None:
-    """Return the call whose `__await__` has made the generator `awaited`; None for other objects."""
+    """Return the call whose `__await__` has made the generator `awaited`, or None for other objects."""
     frame = awaited.gi_frame if isinstance(awaited, GeneratorType) else None
     return frame.f_locals["self"] if frame is not None and frame.f_code is Call.__await__.__code__ else None
 

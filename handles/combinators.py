@@ -60,7 +60,7 @@ class _Gathering:
         self._held: Posted[Any] | None = outer.handle if not self._posted else None
         self._outer: ref[Posted[Any]] | None = None
         self._unseen: list[PostedOperation[Any]] = []
-        """Members whose outcome no code had retrieved before all were done."""
+        """Members whose outcome was not retrieved before the end of all."""
         self._progress = outer.handle._progress
         if self._posted:
             self._follow(outer.handle)
@@ -69,7 +69,7 @@ class _Gathering:
         self._outer = ref(outer, self._dropped)
 
     def _dropped(self, _: object) -> None:
-        """Pause the members soon, since the program has dropped the handle; the garbage collector may call this."""
+        """Pause the members soon, since the program has dropped the handle. The garbage collector may call this."""
         self._progress.post(self._pause_members)
 
     def _pause_members(self) -> None:
@@ -147,7 +147,7 @@ def _not_retrieved(members: Iterable[Handle[Any]]) -> dict[Handle[Any], PostedOp
 
 
 def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
-    """Return the `Progress` of the running loop; raise unless all `members` are handles of this loop."""
+    """Return the `Progress` of the running loop, or raise unless all `members` are handles of this loop."""
     progress = Progress.current()
     for member in members:
         if not isinstance(member, Handle):
@@ -164,14 +164,14 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
     that timed out. Unlike `asyncio.gather`, this function creates no tasks: 1,000 handles cost one waiter.
 
     Args:
-        *handles: handles of this event loop; for other awaitables use `asyncio.gather`.
+        *handles: handles of this event loop. Use `asyncio.gather` for other awaitables.
         return_exceptions: True puts errors into the list.
 
     Returns:
         A handle of the list.
 
     Raises:
-        TypeError: at the call, for anything that is no handle.
+        TypeError: at the call, for an argument that is no handle.
         RuntimeError: at the call, for a handle of another event loop.
 
     Example:
@@ -203,17 +203,17 @@ class _Queue:
 
 
 async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T], None]:
-    """Yield handles in the order in which they finish; awaiting a yielded handle does not suspend.
+    """Yield handles in the order of their ends. Awaiting a yielded handle does not suspend.
 
     Args:
         handles: handles of this event loop.
 
     Yields:
-        Each handle, once it is done.
+        Each finished handle.
 
     Raises:
         OperationTimeout: when the timeout of a handle passes.
-        TypeError: when the loop begins, for anything that is no handle.
+        TypeError: when the loop begins, for an argument that is no handle.
         RuntimeError: when the loop begins, for a handle of another event loop.
 
     Example:
@@ -251,7 +251,7 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
 
 
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    """Return a future that is done when all `handles` are done; their outcomes do not count as retrieved."""
+    """Return a future that is done when all `handles` are done. Their outcomes do not count as retrieved."""
     over: asyncio.Future[None] = loop.create_future()
     one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
     waiter = EndWaiter(lambda _: one_over(None), lambda *_: None)

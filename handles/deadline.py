@@ -1,4 +1,4 @@
-"""`aiodist.timeout`: a deadline over a block; its error names the pending operations."""
+"""`aiodist.timeout`: a deadline over a block. The error names the pending operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Scopes:
 
 
 class Deadline:
-    """`asyncio.timeout` whose error names the operations that were pending inside and the ranks that are late."""
+    """`asyncio.timeout` whose error names the operations pending inside and the late ranks."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = check_timeout(seconds, least=-inf)  # a time that has passed already ends the block immediately
@@ -94,7 +94,7 @@ class Deadline:
             raise self._error() from caught
 
     def _error(self) -> OperationTimeout:
-        # An await inside may have been cancelled long ago, and its operation may have finished.
+        # An await inside may have been cancelled long ago, with its operation finished.
         waited_for = list(dict.fromkeys(part for handle in self._seen for part in unfinished(handle)))
         pending = listed(waited_for) or "no operation"
         known, late = plight(waited_for)
@@ -102,12 +102,12 @@ class Deadline:
 
 
 def timeout(seconds: float | None) -> Deadline:
-    """Return an async context manager that raises `OperationTimeout` if its block takes longer.
+    """Return an async context manager that raises `OperationTimeout` if the block takes longer.
 
     The operations inside continue: awaiting their handles again returns their results.
 
     Args:
-        seconds: limit of the block; None for no limit.
+        seconds: limit of the block, or None for no limit.
 
     Returns:
         An async context manager.

@@ -34,7 +34,7 @@ def part(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
-    """Return the file descriptor of the loop's epoll; None if the loop is closed, or does not show one."""
+    """Return the file descriptor of the loop's epoll, or None if the loop is closed, or does not show one."""
     if loop.is_closed():
         return None
     if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop

@@ -41,7 +41,7 @@ class Hurry:
         self._process = os.getpid()
 
     def add(self, count: int) -> None:
-        """Add `count` reasons, or remove them if it is negative; from any thread."""
+        """Add `count` reasons, or remove them if it is negative (any thread)."""
         _interval.add(self, count)
 
     def __del__(self) -> None:

@@ -40,7 +40,7 @@ _PENDING = Status.PENDING
 
 
 class Handle(_core.Handle, Generic[T]):
-    """An operation that was issued: `await` it for its result.
+    """An issued operation, awaited for its result.
 
     Any number of tasks may await a handle, also after its operation is done. Cancelling an await does not stop the
     operation: its buffers stay in use until the end, and awaiting the handle again returns the result.
@@ -71,7 +71,7 @@ class Handle(_core.Handle, Generic[T]):
         def __await__(self) -> Generator[Any, None, T]: ...
 
         def done(self) -> bool:
-            """Return True if the operation has returned, raised or been withdrawn; from any thread.
+            """Return True if the operation has returned, raised or been withdrawn (any thread).
 
             Reports of late ranks cover a receive that you poll with this method, unless the handle is detached.
             """
@@ -92,7 +92,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _yielding(self) -> Generator[Any, None, T]:
-        """Let the loop run once: awaits that never suspend would starve it."""
+        """Let the loop run once: awaits that never suspend would starve the loop."""
         self._progress.last_ran = perf_counter()
         try:
             yield
@@ -138,7 +138,7 @@ class Handle(_core.Handle, Generic[T]):
         self._remove_waiter(waiter)
 
     def _add_waiter(self, waiter: Waiter) -> None:
-        """Call `waiter.wake` on the loop when this handle is done or late; on the loop's thread only."""
+        """Call `waiter.wake` on the loop when this handle is done or late (loop's thread)."""
         self._consumed = True
         self._append_waiter(waiter)
 
@@ -176,7 +176,7 @@ class Handle(_core.Handle, Generic[T]):
         Raises:
             InvalidStateError: while the operation is pending.
             CancelledError: if `cancel()` has withdrawn the operation.
-            Exception: what the operation raised.
+            Exception: the error of the operation.
 
         Example:
             ```python
@@ -192,7 +192,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def exception(self) -> BaseException | None:
-        """Return the error of a finished operation, or None; raise `InvalidStateError` while it is pending."""
+        """Return the error of a finished operation, or None, or raise `InvalidStateError` while it is pending."""
         if self._is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
@@ -209,21 +209,21 @@ class Handle(_core.Handle, Generic[T]):
         raise self._value.with_traceback(self._traceback)
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block this thread until the operation is done; return its result.
+        """Block this thread until the operation is done. Return its result.
 
         For any thread except the one of the event loop. The wait also ends while the loop is blocked, unless the loop
         makes the handle of others: in `gather`, in a list of receives, and in a new communicator.
 
         Args:
-            timeout: longest wait in seconds; None for the operation's own timeout.
+            timeout: longest wait in seconds, or None for the operation's own timeout.
 
         Returns:
             The result of the operation.
 
         Raises:
             RuntimeError: on the event loop's thread, which would be blocked; in a forked child.
-            OperationTimeout: after `timeout` seconds. The operation continues, and you can wait for it again.
-            Exception: what the operation raised.
+            OperationTimeout: after `timeout` seconds. The operation continues, so another wait is possible.
+            Exception: the error of the operation.
 
         Example:
             ```python
@@ -245,7 +245,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
-        """Block this thread until the handle is done, for at most `timeout` seconds; return True if it is done.
+        """Block this thread until the handle is done, for at most `timeout` seconds. Return True if it is done.
 
         For streams: unlike `wait`, the call raises no error of the operation, and retrieves no outcome. True for
         `looks` polls before the thread sleeps; False leaves the core to other threads immediately.
@@ -255,7 +255,7 @@ class Handle(_core.Handle, Generic[T]):
             return self._block_until(until, looks)
 
     def _block_unless(self, gone: Callable[[], bool]) -> bool:
-        """As `_block_for` without a timeout; return False soon after `gone()` has become True.
+        """As `_block_for` without a timeout. Return False soon after `gone()` has become True.
 
         The calling thread counts as waiting without limit, or until the deadline of the operation.
         """
@@ -297,9 +297,10 @@ class Handle(_core.Handle, Generic[T]):
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
         """Order `stream` after this operation and return immediately: the host does not wait.
 
-        `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. The stream
-        continues after a failed operation too: only awaiting the handle raises the error. Raises `RuntimeError` without
-        such a stream, and on the loop's thread for an operation that the host has not begun completely. Cost: 2 us.
+        `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`, or None for the current CUDA stream. The
+        stream continues after a failed operation too: only awaiting the handle raises the error. Raises `RuntimeError`
+        without such a stream. On the loop's thread, raises for an operation that the host has not begun completely.
+        Cost: 2 us.
         """
         fence = self._fence
         if fence is not None:
@@ -314,7 +315,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- callbacks and cancelling ------------------------------------------------------------------------
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
-        """Call `fn(handle)` on the loop when the handle is done, soon if it is done already; on the loop's thread."""
+        """Call `fn(handle)` on the loop when the handle is done, soon if it is done already (loop's thread)."""
         _check_thread(self, "add_done_callback()")
         self._consumed = True
         if self._callbacks is None:
@@ -324,14 +325,14 @@ class Handle(_core.Handle, Generic[T]):
             self._progress.post(self._notify)
 
     def remove_done_callback(self, fn: Callable[[Handle[T]], object]) -> int:
-        """Remove the callbacks equal to `fn` that have not run; return their number."""
+        """Remove the callbacks equal to `fn` that have not run. Return their number."""
         kept = [entry for entry in self._callbacks or () if entry[0] != fn]
         removed = len(self._callbacks or ()) - len(kept)
         self._callbacks = kept or None
         return removed
 
     def cancel(self, msg: object = None) -> bool:
-        """Withdraw the operation if that loses nothing, such as a receive without a message; on the loop's thread.
+        """Withdraw the operation if that loses nothing, such as a receive without a message (loop's thread).
 
         Cancelling the task that awaits a handle does not withdraw the operation: the operation continues.
 
@@ -359,7 +360,7 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def detach(self) -> Self:
-        """Mark the operation as one that no code awaits; return the handle.
+        """Mark the operation as one that no code awaits. Return the handle.
 
         Dropping the handle then gives no warning, and no report calls the operation late. An example is a receive that
         a service keeps posted: `request = await coll.recv_object().detach()`. An error that was never retrieved is
@@ -412,7 +413,7 @@ class Handle(_core.Handle, Generic[T]):
 
     @property
     def origin(self) -> Origin | None:
-        """Line that issued the operation; None if it is unknown."""
+        """Line that issued the operation, or None if it is unknown."""
         return None if self._origin is None else Origin(*self._origin)
 
     def _dropped(self) -> None:
@@ -432,7 +433,7 @@ class Handle(_core.Handle, Generic[T]):
 
 
 def _block(handle: Handle[Any], timeout: float | None) -> None:
-    """Block this thread until the handle is done; raise `OperationTimeout` after `timeout`, or at the deadline."""
+    """Block this thread until the handle is done. Raise `OperationTimeout` after `timeout`, or at the deadline."""
     left = None if handle._expires is None else max(0.0, handle._expires - monotonic())
     if (given := check_timeout(timeout, least=-inf)) is not None:
         left = given if left is None else min(left, given)
@@ -450,7 +451,7 @@ def _block(handle: Handle[Any], timeout: float | None) -> None:
 
 
 def finish(handle: Handle[Any]) -> None:
-    """Make the call of `Operation.finish_with`, if no thread has made it."""
+    """Make the call of `Operation.finish_with`, unless a thread has made that call."""
     with _event_lock:  # one thread makes the call
         call, handle._finisher = handle._finisher, None
     if call is not None:

@@ -44,7 +44,7 @@ def is_pending(handle: Handle[Any]) -> bool:
 
 
 def fence_of(handle: Handle[Any]) -> Fence | None:
-    """Return the place of `handle` on a device; None if it has none, or is done."""
+    """Return the place of `handle` on a device, or None if it has none, or is done."""
     fence: Fence | None = handle._fence
     return fence
 
@@ -80,12 +80,12 @@ def add_observer(handle: Handle[Any], waiter: Waiter) -> None:
 
 
 def remove_waiter(handle: Handle[Any], waiter: Waiter) -> None:
-    """Remove `waiter`, if it is still there."""
+    """Remove `waiter`, if still there."""
     handle._remove_waiter(waiter)
 
 
 def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = True) -> bool:
-    """Block this thread until `handle` is done, for at most `timeout` seconds; return True if it is done.
+    """Block this thread until `handle` is done, for at most `timeout` seconds. Return True if it is done.
 
     Unlike `Handle.wait`, the call raises no error of the operation, and retrieves no outcome. True for `looks` polls
     before the thread sleeps.
@@ -94,7 +94,7 @@ def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = Tr
 
 
 def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
-    """As `block` without a timeout; return False soon after `gone()` has become True, such as `loop.is_closed`."""
+    """As `block` without a timeout. Return False soon after `gone()` has become True, such as `loop.is_closed`."""
     return handle._block_unless(gone)
 
 
@@ -123,5 +123,5 @@ def was_looked_at(handle: Handle[Any]) -> bool:
 
 
 def seconds_left(handle: Handle[Any]) -> float | None:
-    """Return the seconds until the handle's own deadline; None without a deadline, or after its report."""
+    """Return the seconds until the handle's own deadline, or None without a deadline, or after its report."""
     return None if handle._expires is None else handle._expires - monotonic()

@@ -29,7 +29,7 @@ _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, Arithm
 
 
 def ours(error: Exception) -> AiodistError:
-    """Return `error` if it is an error of aiodist, else a `BackendError` raised from it."""
+    """Return an error of aiodist unchanged, or a `BackendError` raised from another `error`."""
     if isinstance(error, AiodistError):
         return error
     wrapped = BackendError(f"{type(error).__name__}: {error}")
@@ -39,7 +39,7 @@ def ours(error: Exception) -> AiodistError:
 
 @coroutine
 def transfers(step: Sequence[Transfer]) -> Generator[Sequence[Transfer], None, None]:
-    """Start all transfers of one step; return when all have ended, and raise the first error."""
+    """Start all transfers of one step. Return when all have ended, or raise the first error."""
     yield step
 
 
@@ -60,12 +60,12 @@ async def _prepared(function: Callable[P, Program[T]], *args: P.args, **kwargs: 
 
 @coroutine
 def resume(program: Program[T]) -> Generator[Any, Any, T]:
-    """Continue a prepared program, and return its result: Python does not await a coroutine that has begun."""
+    """Continue a prepared program to its result: Python does not await a coroutine that has begun."""
     return (yield from program.__await__())
 
 
 async def together(*programs: Program[T]) -> list[T]:
-    """Run several programs at the same time and return their results; the messages of each need tags of their own."""
+    """Run several programs at the same time and return their results. The messages of each need tags of their own."""
     if len(programs) == 1:
         return [await programs[0]]
     parts = [Nested(program) for program in programs]
@@ -74,7 +74,7 @@ async def together(*programs: Program[T]) -> list[T]:
 
 
 def run(program: Program[T], finish: Finish, ended: Callable[[], None] = lambda: None) -> None:
-    """Run `program` to its end, with the transport lock held; raise only what `finish` raises.
+    """Run `program` to its end, with the transport lock held. Raise only errors of `finish`.
 
     Two callbacks are called exactly once: `finish(result, error)` with the outcome, and `ended()` when no transfer of
     the program uses its tensors any more. `ended` comes first, with one exception: if a call of a step raises, `finish`
@@ -86,7 +86,7 @@ def run(program: Program[T], finish: Finish, ended: Callable[[], None] = lambda:
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """The callback of one transfer of a step; only its first call counts."""
+    """The callback of one transfer of a step, effective at the first call only."""
 
     _run: _Run | None
 
@@ -143,7 +143,7 @@ class _Run:
             error = self._error
 
     def part_over(self, error: BaseException | None) -> None:
-        """Count a transfer that has ended, and resume the program after the last."""
+        """Count an ended transfer, and resume the program after the last one."""
         self._error = self._error or error
         self._left -= 1
         if self._left == 0:
@@ -173,7 +173,7 @@ class Nested:
     _ended: bool = field(default=False, init=False)
 
     def __call__(self, done: Done) -> None:
-        """Run the program; `done` is called when none of its transfers uses its tensors any more."""
+        """Run the program. `done` is called when none of its transfers uses its tensors any more."""
         self._done = done
         run(self.program, self._finish, self._end)
 

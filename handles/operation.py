@@ -68,17 +68,17 @@ class Operation(Generic[T]):
     # --- the end ---------------------------------------------------------------------------------------------
 
     def resolve(self, value: T) -> None:
-        """End the operation with the result `value`; raise `InvalidStateError` if it has ended already."""
+        """End the operation with the result `value`. Raise `InvalidStateError` if it has ended already."""
         self.handle._settle(Status.RETURNED, value)
 
     def reject(self, error: BaseException) -> None:
-        """End the operation with `error`; raise `InvalidStateError` if it has ended already."""
+        """End the operation with `error`. Raise `InvalidStateError` if it has ended already."""
         if self.handle._status is Status.PENDING:
             self.handle._traceback = error.__traceback__
         self.handle._settle(Status.RAISED, error)
 
     def cancel(self) -> None:
-        """End the operation as withdrawn before it began; raise `InvalidStateError` if it has ended already."""
+        """End the operation as withdrawn before it began. Raise `InvalidStateError` if it has ended already."""
         self.handle._settle(Status.CANCELLED, None)
 
     def finish_with(self, call: Callable[[], object]) -> None:
@@ -90,7 +90,7 @@ class Operation(Generic[T]):
             handle._event.set()
 
     def finish(self) -> None:
-        """Make the call of `finish_with` now, if no thread has made it."""
+        """Make the call of `finish_with` now, unless a thread has made that call."""
         finish(self.handle)
 
     def set_canceller(self, canceller: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ class Operation(Generic[T]):
     # --- deadlines -------------------------------------------------------------------------------------------
 
     def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
-        """Raise `OperationTimeout` in each wait `seconds` from now; `late` returns the late ranks with their lines."""
+        """Raise `OperationTimeout` in each wait `seconds` from now. `late` returns the late ranks with their lines."""
         check_timeout(seconds)
         seconds = float(seconds)  # a number of numpy may have fewer digits than the sum needs
         handle = self.handle
@@ -133,7 +133,7 @@ class Operation(Generic[T]):
         self.handle._parts = tuple(parts) or None
 
     def set_name(self, name: str) -> None:
-        """Set the name of the operation in messages; the default is its `op`."""
+        """Set the name of the operation in messages. The default is its `op`."""
         self.handle._name = name
 
     def set_op(self, op: str) -> None:
@@ -154,7 +154,7 @@ class Operation(Generic[T]):
         self.handle._writes = in_place
 
     def mark_retrieved(self) -> None:
-        """Report nothing when the handle is dropped, as if its outcome had been retrieved."""
+        """Report nothing when the handle is dropped, as after a retrieval of the outcome."""
         self.handle._consumed = True
 
     # --- traces ----------------------------------------------------------------------------------------------

@@ -59,12 +59,12 @@ known_files = _Files()
 
 
 def is_ours(filename: str) -> bool:
-    """Return True for a file of aiodist, asyncio, anyio or Python's threads: no report names its lines."""
+    """Return True for a file of aiodist, asyncio, anyio or Python's threads, whose lines no report names."""
     return filename.startswith(_OURS)
 
 
 def whence(depth: int) -> tuple[CodeType, int]:
-    """Return the fields of an `Origin`; the hot path makes the object only for a report."""
+    """Return the fields of an `Origin`. The hot path makes the object only for a report."""
     frame = _getframe(depth)
     while True:
         code = frame.f_code
@@ -75,19 +75,19 @@ def whence(depth: int) -> tuple[CodeType, int]:
 
 
 class Origin(NamedTuple):
-    """A place in a program; the line number is computed only for a report."""
+    """A place in a program. The line number is computed only for a report."""
 
     code: CodeType
     lasti: int
 
     @classmethod
     def here(cls, depth: int = 2) -> Origin:
-        """Return the innermost place outside aiodist, starting `depth` frames up; costs half a microsecond."""
+        """Return the innermost place outside aiodist, starting `depth` frames up. Costs half a microsecond."""
         return cls(*whence(depth + 1))
 
     @property
     def filename(self) -> str:
-        """The file's path as Python knows it."""
+        """Path of the file as in Python's code object."""
         return self.code.co_filename
 
     @property

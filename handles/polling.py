@@ -1,4 +1,4 @@
-"""The transport lock, and the pending work of one loop, which a thread polls with that lock held.
+"""The transport lock, and the pending work of one loop, polled with that lock held.
 
 [Note: transport lock] One lock of the process serialises native calls. Only the progress thread holds the lock for
 long. A call on the loop's thread only tries to take it: if another thread has the lock, the call goes into the inbox.
@@ -51,12 +51,12 @@ class Alarm:
         self._doorbell = _core.Doorbell()
 
     def ring(self) -> None:
-        """Wake the thread; from any thread."""
+        """Wake the thread (any thread)."""
         self.asleep = False
         self._doorbell.ring()
 
     def sleep(self, seconds: float | None, *, for_all: bool) -> None:
-        """Sleep until a ring, or for `seconds`; True for `for_all` lets other processes wake the thread too."""
+        """Sleep until a ring, or for `seconds`. True for `for_all` lets other processes wake the thread too."""
         self._doorbell.wait(seconds, for_all=for_all)
 
     def sleep_at(self, doorbell: _core.Doorbell) -> None:
@@ -66,7 +66,7 @@ class Alarm:
         doorbell.ring()  # for a thread that rings the old one while the progress thread goes to sleep at the new one
 
     def leave(self, doorbell: _core.Doorbell) -> None:
-        """Let the thread sleep at a doorbell of its own again."""
+        """Let the thread sleep at its own doorbell again."""
         if self._doorbell is doorbell:
             self.sleep_at(_core.Doorbell())
 
@@ -75,14 +75,14 @@ alarm: Final = Alarm()
 
 
 class TransportLock:
-    """See [Note: transport lock]; the end of a `with` block wakes the progress thread for requests of the block."""
+    """See [Note: transport lock]. The end of a `with` block wakes the progress thread for requests of the block."""
 
     def __init__(self) -> None:
         lock = threading.Lock()
         self.acquire, self.release, self.locked = lock.acquire, lock.release, lock.locked
         self.reinit: Callable[[], None] = lock._at_fork_reinit  # type: ignore[attr-defined]
         self.holder = 0
-        """Number of the thread that is in a `with` block; 0 if none is."""
+        """Number of the thread in a `with` block, or 0 without one."""
 
     def __enter__(self) -> None:
         self.acquire()
@@ -99,10 +99,10 @@ transport_lock: Final = TransportLock()
 
 
 class Poller(Protocol):
-    """All pending requests of one native library on one loop; called with the transport lock held."""
+    """All pending requests of one native library on one loop (transport lock held)."""
 
     def poll(self, until: float = 0.0) -> bool:
-        """Make progress, end the operations of finished requests, and return True if there were any.
+        """Make progress, end the operations of finished requests, and return True if any finished.
 
         The call makes one pass. With `until`, in seconds of `perf_counter`, the call may make more passes until a
         request ends: a loop inside the poller is faster than repeated calls.
@@ -138,7 +138,7 @@ _IDLE, _POLLING, _PARKED = Pace.IDLE, Pace.POLLING, Pace.PARKED
 
 
 class LoopWork(_core.Pacer):
-    """The pending work of one event loop, and the calls that any thread may make on it; see `Progress`.
+    """The pending work of one event loop, with the calls for any thread (see `Progress`).
 
     Writers of its attributes:
 
@@ -163,7 +163,7 @@ class LoopWork(_core.Pacer):
         self.last_ran = perf_counter()
         self.thread_id = threading.get_ident()
         self.computing: set[int] = set()
-        """Numbers of the threads of host streams that compute now, without those that wait for a handle."""
+        """Numbers of the threads of host streams that compute now, without threads that wait for a handle."""
         self.pace = _IDLE
         self.inbox: deque[Callable[[], None]] = deque()
         """Calls to be made with the transport lock held, in order."""
@@ -172,7 +172,7 @@ class LoopWork(_core.Pacer):
         self.at_work = 0
         """Number of those in `large` that need no other rank: copies, and calls of the progress thread."""
         self.offloaded = 0
-        """Number of jobs of other threads and devices whose end is not reported yet."""
+        """Number of jobs of other threads and devices that are not reported as ended."""
         self.threads_waiting = 0
         """Number of other threads that wait for polled work, see `thread_waits`."""
         self.watched = False
@@ -184,7 +184,7 @@ class LoopWork(_core.Pacer):
         """Times of the first and the last error of each failing poller."""
         self._posted: deque[Callable[[], object]] = deque()
         self._waking = False
-        """True if the loop has been woken for posted calls, and has not run them yet."""
+        """True if the loop has been woken for posted calls that have not run yet."""
         self._lock = threading.RLock()  # the garbage collector may call `Progress.start` inside
         self._hurry = Hurry()
 
@@ -215,7 +215,7 @@ class LoopWork(_core.Pacer):
         return not self.inbox and all(poller.rings for poller in self._pollers if len(poller))
 
     def remove_poller(self, poller: Poller) -> None:
-        """Stop polling `poller`; from any thread."""
+        """Stop polling `poller` (any thread)."""
         with self._lock:
             self._pollers = tuple([p for p in self._pollers if p is not poller])
         self._failing.pop(poller, None)
@@ -232,7 +232,7 @@ class LoopWork(_core.Pacer):
                 alarm.ring()
 
     def unpin(self) -> bool:
-        """Remove this object from `held`, since nothing is pending; return False if work is pending again.
+        """Remove this object from `held`, since nothing is pending. Return False if work is pending again.
 
         From any thread. See [Note: held while pending].
         """
@@ -247,7 +247,7 @@ class LoopWork(_core.Pacer):
             self.pace = pace
 
     def _change_pace(self, before: Pace, after: Pace) -> None:
-        """Change the pace, unless another thread has changed it from `before`."""
+        """Change the pace, unless another thread has changed the pace from `before`."""
         with self._lock:
             if self.pace is before:
                 self.pace = after
@@ -255,7 +255,7 @@ class LoopWork(_core.Pacer):
     # --- counts ----------------------------------------------------------------------------------------------
 
     def add_large(self, count: int, *, of_ranks: bool = False) -> None:
-        """Count transfers and calls that only the progress thread may drive; from any thread.
+        """Count transfers and calls that only the progress thread may drive (any thread).
 
         True for `of_ranks` means that these may wait for other ranks.
         """
@@ -271,7 +271,7 @@ class LoopWork(_core.Pacer):
     def counted(
         self, done: Callable[[BaseException | None], None], *, of_ranks: bool = False
     ) -> Callable[[BaseException | None], None]:
-        """Count a large transfer until the returned callback calls `done`; `of_ranks` as in `add_large`."""
+        """Count a large transfer until the returned callback calls `done`. `of_ranks` is as in `add_large`."""
         self.add_large(1, of_ranks=of_ranks)
 
         def finished(error: BaseException | None) -> None:
@@ -281,11 +281,11 @@ class LoopWork(_core.Pacer):
         return finished
 
     def hurry(self, count: int) -> None:
-        """Count the operations whose end needs the GIL soon; from any thread."""
+        """Count the operations whose end needs the GIL soon (any thread)."""
         self._hurry.add(count)
 
     def thread_waits(self, count: int, *, polled: bool) -> None:
-        """Count other threads that wait for handles, so that they get the GIL sooner.
+        """Count other threads that wait for handles, so that these threads get the GIL sooner.
 
         True for `polled` means that these threads wait for polled work: the progress thread then polls, since the loop
         may be blocked.
@@ -312,7 +312,7 @@ class LoopWork(_core.Pacer):
     # --- polling, with the transport lock held -----------------------------------------------------------------
 
     def poll(self, until: float = 0.0) -> bool:
-        """Make one pass over all pollers; return True if an operation ended.
+        """Make one pass over all pollers. Return True if an operation ended.
 
         With `until`, in seconds of `perf_counter`, the only poller with requests may poll until that time.
         """
@@ -332,7 +332,7 @@ class LoopWork(_core.Pacer):
         return completed
 
     def make_calls(self) -> bool:
-        """Make the calls of the inbox; return True if there were any."""
+        """Make the calls of the inbox. Return True if there were any."""
         made = False
         while self.inbox:
             made = True
@@ -344,7 +344,7 @@ class LoopWork(_core.Pacer):
         return made
 
     def drive(self) -> bool:
-        """Make the calls of the inbox, else one pass, for the progress thread; return True if this had an effect."""
+        """Make the calls of the inbox, else one pass, for the progress thread. Return True if this had an effect."""
         transport_lock.acquire()  # not `with`, which would ring
         try:
             completed = self.make_calls() or self.poll()
@@ -383,7 +383,7 @@ class LoopWork(_core.Pacer):
     # --- calls on the loop -------------------------------------------------------------------------------------
 
     def post(self, fn: Callable[[], object]) -> None:
-        """Let the loop call `fn`; from any thread. Several posts cost one wake-up of the loop."""
+        """Let the loop call `fn` (any thread). Several posts cost one wake-up of the loop."""
         self._posted.append(fn)
         if self._waking:
             return
@@ -398,14 +398,14 @@ class LoopWork(_core.Pacer):
             self._waking = False
 
     def on_loop(self, fn: Callable[[], object]) -> None:
-        """Call `fn` now on the loop's thread; on another thread, let the loop call it."""
+        """Call `fn` now on the loop's thread, or let the loop call `fn` on another thread."""
         if self.owns_thread():
             fn()
         else:
             self.post(fn)
 
     def report(self, message: str, error: BaseException) -> None:
-        """Pass `error` to the loop's exception handler; from any thread."""
+        """Pass `error` to the loop's exception handler (any thread)."""
         self.post(partial(self._report, message, error))
 
     def _report(self, message: str, error: BaseException) -> None:

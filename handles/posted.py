@@ -29,10 +29,10 @@ class Stoppable(Protocol):
         """Release the handle, which is finished."""
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """Stop the operation if that loses nothing, since the last wait ended without the outcome; from any thread."""
+        """Stop the operation if that loses nothing, since the last wait ended without the outcome (any thread)."""
 
     def resume(self, handle: Posted[Any], /) -> None:
-        """Continue the operation, since code waits for the handle again; from any thread."""
+        """Continue the operation, since code waits for the handle again (any thread)."""
 
 
 class Onlooker:
@@ -44,7 +44,7 @@ class Onlooker:
         self.waiter = waiter
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """See `Waiter`; ignores deadlines."""
+        """See `Waiter`. Ignores deadlines."""
         if handle._is_pending:
             handle._add_observer(self.waiter)
         else:
@@ -79,7 +79,7 @@ class Posted(Handle[T]):
         self._owner.hold(self if self._is_pending else None)
 
     def _leave(self) -> None:
-        """Release the handle after the last wait; pause the operation if that wait ended early."""
+        """Release the handle after the last wait, and pause the operation if that wait ended early."""
         if self._attended:
             return
         self._owner.hold(None)
@@ -157,7 +157,7 @@ class PostedOperation(Operation[T]):
     handle_type: ClassVar[type[Handle[Any]]] = Posted
 
     def set_owner(self, owner: Stoppable) -> None:
-        """Let `owner` stop and continue the operation; once, before the handle is returned."""
+        """Let `owner` stop and continue the operation. Once, before the handle is returned."""
         self.handle._owner = owner
         self.handle._threads = 0
         self.handle._posted = True
@@ -174,7 +174,7 @@ class PostedOperation(Operation[T]):
 
     @property
     def succeeded(self) -> bool:
-        """True if it has ended with a result."""
+        """True if the operation has ended with a result."""
         return self.handle._status is Status.RETURNED
 
     @property
@@ -183,7 +183,7 @@ class PostedOperation(Operation[T]):
         return self.handle._consumed or self.handle._attended
 
     def revoke(self) -> None:
-        """Make an operation that has ended with a result pending again; no code has seen the result."""
+        """Make an operation that has ended with a result pending again. No code has seen the result."""
         handle = self.handle
         handle._status, handle._value = Status.PENDING, None
         handle._source = handle._tag = None
@@ -208,7 +208,7 @@ class PostedOperation(Operation[T]):
         self.handle._consumed = consumed
 
     def peek(self) -> BaseException | None:
-        """Return the error of the finished operation, None for a result; the outcome does not count as retrieved."""
+        """Return the error of the finished operation, None for a result. The outcome does not count as retrieved."""
         consumed = self.handle._consumed
         error = error_of(self.handle)
         self.handle._consumed = consumed

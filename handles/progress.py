@@ -30,7 +30,7 @@ T = TypeVar("T")
 LARGE_BYTES = 1 << 22
 """Least size, in bytes, of a transfer that the progress thread drives: a native poll may last milliseconds."""
 
-_POLL_SECONDS = 300e-6  # time in which the loop polls after the last progress, before it parks
+_POLL_SECONDS = 300e-6  # time of polling after the last progress, before the loop parks
 _PATIENCE_SECONDS = 50e-6  # time for which the loop waits for the lock, whose holder needs the GIL of a spinning loop
 _FORKED_SECONDS = 0.02  # period in which the loop of a forked child looks for calls of its threads
 _POLLING, _PARKED, _IDLE = Pace.POLLING, Pace.PARKED, Pace.IDLE
@@ -44,14 +44,14 @@ class Driven(Protocol):
         """True if more bytes are in flight than other threads should drive: the loop sleeps."""
 
     def sleep(self) -> bool:
-        """Call `Progress.resume` at the next end, since the loop will not poll; return False if there was an end."""
+        """Call `Progress.resume` at the next end, since the loop will not poll. Return False if there was an end."""
 
 
 class Progress(LoopWork, Quiet):
     """Starts the operations of one event loop, and polls the pending ones while that is worthwhile.
 
     `Progress.current()` returns the object of the running loop. Only the loop's thread writes the attributes of this
-    class; other threads write those of `LoopWork` too. `spin_seconds` is the longest spin of an await. `looked_in_vain`
+    class. Other threads write those of `LoopWork` too. `spin_seconds` is the longest spin of an await. `looked_in_vain`
     is the time of the last spin without success. True for `fair` lets awaits that never suspend yield now and then. The
     callbacks run code of the program only at the end of an operation, and in posted calls: see `busy`.
     """
@@ -71,7 +71,7 @@ class Progress(LoopWork, Quiet):
         self.belongings: dict[object, Any] = {}
         """Objects of other modules for this loop, by a key of the module; dropped together with the loop."""
         self.carriers: dict[object, asyncio.Task[Any]] = {}
-        """Tasks of aiodist that carry out operations, by handle; empty before Python 3.14."""
+        """Tasks of aiodist that carry out operations, by handle (empty before Python 3.14)."""
         self._inside = False
         """True while the loop's thread holds the transport lock, to poll or to make a call."""
         self._quiet_since = 0.0
@@ -81,7 +81,7 @@ class Progress(LoopWork, Quiet):
 
     @classmethod
     def current(cls) -> Progress:
-        """Return the `Progress` of the running loop, created at first use; raise `RuntimeError` if no loop runs."""
+        """Return the `Progress` of the running loop, created at first use, or raise `RuntimeError` if no loop runs."""
         loop = asyncio.get_running_loop()
         progress = cls._of_loop.get(id(loop))
         if progress is None:
@@ -91,14 +91,14 @@ class Progress(LoopWork, Quiet):
         return progress
 
     def own(self, key: object, make: Callable[[], T]) -> T:
-        """Return the belonging of this loop for `key`, created at first use; from any thread."""
+        """Return the belonging of this loop for `key`, created at first use (any thread)."""
         found = self.belongings.get(key)
         if found is None:
             found = self.belongings.setdefault(key, make())
         return found  # type: ignore[no-any-return]
 
     def carry_out(self, handle: object, task: asyncio.Task[Any]) -> None:
-        """Note that `task` carries out the operation of `handle`: `python -m asyncio pstree` shows its waiters."""
+        """Note that `task` carries out the operation of `handle`: `python -m asyncio pstree` shows the waiters."""
         if sys.version_info >= (3, 14):
             self.carriers[handle] = task
             task.add_done_callback(lambda _: self.carriers.pop(handle))
@@ -108,7 +108,7 @@ class Progress(LoopWork, Quiet):
         self._of_loop[id(self.loop)] = self
 
     def add_poller(self, poller: Poller) -> None:
-        """Poll `poller` from now on; from any thread."""
+        """Poll `poller` from now on (any thread)."""
         with self._lock:
             self._pollers = (*self._pollers, poller)
         if not self.watched:
@@ -140,7 +140,7 @@ class Progress(LoopWork, Quiet):
             alarm.ring()
 
     def start_from_thread(self, call: Callable[[], None]) -> None:
-        """As `start`, from any thread; the progress thread polls requests from other threads than the loop's."""
+        """As `start`, from any thread. The progress thread polls requests from other threads than the loop's."""
         if self.owns_thread():
             self.start(call)
         elif not self.inbox and transport_lock.acquire(False):
@@ -157,7 +157,7 @@ class Progress(LoopWork, Quiet):
             progress_thread.wake(self)
 
     def start_in_thread(self, call: Callable[[], None]) -> None:
-        """As `start`, but the progress thread makes the call, since it takes long; the loop then does not poll."""
+        """As `start`, but the progress thread makes the call, since it takes long. The loop then does not poll."""
         self.add_large(1)
 
         def counted() -> None:
@@ -171,7 +171,7 @@ class Progress(LoopWork, Quiet):
         progress_thread.wake(self)
 
     def resume_polling(self) -> None:
-        """Let the loop poll again, since a message came and more may follow; from any thread.
+        """Let the loop poll again, since a message came and more may follow (any thread).
 
         While a stream computes, the loop must not poll: the progress thread continues.
         """
@@ -192,7 +192,7 @@ class Progress(LoopWork, Quiet):
     # --- polling ---------------------------------------------------------------------------------------
 
     def try_poll(self, patience: float = 0.0) -> bool:
-        """Make one pass, unless another thread keeps the lock for `patience` seconds; return True if a pass was made.
+        """Make one pass, unless another thread keeps the lock for `patience` seconds. Return True if a pass was made.
 
         Also called after many operations were issued, so that they progress before the next turn of the loop.
         """
@@ -208,9 +208,9 @@ class Progress(LoopWork, Quiet):
         return True
 
     def with_lock(self, call: Callable[[], object]) -> None:
-        """Make `call` with the transport lock held; on the loop's thread, which may hold it already.
+        """Make `call` with the transport lock held (loop's thread, which may hold the lock already).
 
-        A waiter for a handle may be woken while the loop polls, and so with the lock held.
+        A waiter for a handle may be woken while the loop polls, with the lock held.
         """
         if self._inside:
             call()
@@ -223,7 +223,7 @@ class Progress(LoopWork, Quiet):
                 self._inside = False
 
     def spin(self, handle: _core.Handle) -> None:
-        """Poll until `handle` is done, for at most `spin_seconds`; on the loop's thread."""
+        """Poll until `handle` is done, for at most `spin_seconds` (loop's thread)."""
         if not handle._polled or self.large:
             return
         for driven in self.driven:
@@ -280,13 +280,13 @@ class Progress(LoopWork, Quiet):
         self._sleep()
 
     def _sleep(self) -> None:
-        """Let the next end wake the loop; resume immediately if an operation has ended."""
+        """Let the next end wake the loop, or resume immediately if an operation has ended."""
         asleep = [driven.sleep() for driven in self.driven]
         if not all(asleep):
             self.loop.call_soon(self.resume)
 
     def resume(self) -> None:
-        """Poll, since an operation has ended while the loop did not poll, and continue; on the loop's thread.
+        """Poll, since an operation has ended while the loop did not poll, and continue (loop's thread).
 
         While a stream computes, the loop must not poll: the loop then sleeps until the next end.
         """
@@ -321,7 +321,7 @@ class Progress(LoopWork, Quiet):
             self._look_again()
 
     def _look_again(self) -> None:
-        """Let the loop of a forked child look for calls of its threads, since their wake-ups reach the parent's loop.
+        """Let the loop of a forked child look for calls of other threads, whose wake-ups reach the parent's loop.
 
         A timer alone does not make uvloop look.
         """

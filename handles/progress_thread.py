@@ -19,7 +19,7 @@ _END_SECONDS = 1.0
 
 
 class ProgressThread:
-    """The progress thread; `linger_seconds` is the time without work before it sleeps."""
+    """The progress thread. `linger_seconds` is the time without work before a sleep."""
 
     def __init__(self, linger_seconds: float = _LINGER_SECONDS) -> None:
         self.linger_seconds = linger_seconds
@@ -32,7 +32,7 @@ class ProgressThread:
         self._idle_since = self._busy_since = perf_counter()
 
     def wake(self, work: LoopWork) -> None:
-        """Poll for a loop that will not poll; from any thread."""
+        """Poll for a loop that will not poll (any thread)."""
         if not work.watched:
             self.add(work)
         alarm.ring()
@@ -113,7 +113,7 @@ class ProgressThread:
         return min(max(vain / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS, left_to_us
 
     def _is_due(self, work: LoopWork) -> bool:
-        """Return True if the loop leaves its work to this thread, or has not polled since the last look."""
+        """Return True if the loop leaves work to this thread or has not polled since the last look."""
         if work.pace is Pace.PARKED or work.large or work.threads_waiting:
             return True
         return self._seen.get(id(work)) == work.polls

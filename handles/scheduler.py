@@ -1,9 +1,9 @@
 """One limit on a loop's bytes in flight, shared by reductions, prefetched batches and copies.
 
 Code that moves bytes requests a permit of a `Lane`, and releases the permit when the bytes have arrived. Lanes are
-served by priority, each in its own order. The first request of a lane with nothing in flight is always granted, so no
-lane starves. All ranks issue the collectives of one lane in the same order, so collectives cannot wait for one another
-in a circle.
+served by priority, requests of one lane in order. The first request of a lane with nothing in flight is always granted,
+so no lane starves. All ranks issue the collectives of one lane in the same order, so collectives cannot wait for one
+another in a circle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIMIT = 256 << 20
 
 
 class Scheduler:
-    """Grants bytes in flight to the lanes of one loop; get it with `Scheduler.current()`.
+    """Grants bytes in flight to the lanes of one loop. `Scheduler.current()` returns the scheduler of the loop.
 
     `in_flight` is the number of granted bytes, which exceeds `limit` only by the first request of each lane.
     """
@@ -31,12 +31,12 @@ class Scheduler:
         self.in_flight = 0
         self._limit = _LIMIT
         self._lanes: list[Lane] = []
-        """Lanes with waiting requests: the most urgent first, equal ones in the order of their requests."""
+        """Lanes with waiting requests: highest priority first, then the order of requests."""
         self._granting = False
 
     @classmethod
     def current(cls) -> Scheduler:
-        """Return the scheduler of the running loop, created at first use; raise `RuntimeError` if no loop runs."""
+        """Return the scheduler of the running loop, created at first use, or raise `RuntimeError` if no loop runs."""
         loop = asyncio.get_running_loop()
         scheduler = cls._of_loop.get(loop)
         if scheduler is None:
@@ -45,7 +45,7 @@ class Scheduler:
 
     @property
     def limit(self) -> int:
-        """Limit of the bytes in flight, 268,435,456 by default; may be set at any time."""
+        """Limit of the bytes in flight, 268,435,456 by default. May be set at any time."""
         return self._limit
 
     @limit.setter
@@ -56,7 +56,7 @@ class Scheduler:
         self._grant()
 
     def lane(self, name: str, priority: int = 0) -> Lane:
-        """Return a new lane; lanes of higher `priority` are served first."""
+        """Return a new lane. Lanes of higher `priority` are served first."""
         return Lane(self, name, priority)
 
     def _wait(self, lane: Lane) -> None:
@@ -87,7 +87,7 @@ class Scheduler:
 
 
 class Lane:
-    """Requests that are granted in the order in which they were made."""
+    """Requests, granted in their order."""
 
     def __init__(self, scheduler: Scheduler, name: str, priority: int) -> None:
         self.scheduler = scheduler
@@ -98,7 +98,7 @@ class Lane:
         self.waiting: deque[Permit] = deque()
 
     def request(self, nbytes: int, start: Callable[[], None]) -> Permit:
-        """Call `start` when `nbytes` may go, perhaps immediately; `release()` the permit when they have arrived."""
+        """Call `start` when `nbytes` may go, perhaps immediately. Call `release()` of the permit after the arrival."""
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: expected a number of bytes, at least 0")
         permit = Permit(self, nbytes, start)

@@ -1,4 +1,4 @@
-"""Sources turn another library's pending objects into handles; `Done` is the callback at the end of a transfer."""
+"""Sources turn another library's pending objects into handles. `Done` is the callback at the end of a transfer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Source(Protocol[T_co]):
 
 
 class SourcePoller(Generic[T]):
-    """Polls one source; a library that can poll many requests in one call has a poller of its own."""
+    """Polls one source. A library that polls many requests in one call has a separate poller."""
 
     rings = False
 

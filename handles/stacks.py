@@ -1,4 +1,4 @@
-"""The current lines of a program: its threads, and its tasks down to the innermost await."""
+"""The current lines of a program: of threads, and of tasks down to the innermost await."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 
 def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with their lines, the outermost first; an empty list if it runs no Python.
+    """Return the frames of a thread with lines, the outermost first (empty for a thread without Python).
 
     All frames are of one moment. A walk in Python would let the thread continue, and Python 3.11 may crash then.
     """

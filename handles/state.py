@@ -40,7 +40,7 @@ def unfinished(handle: _core.Handle) -> list[_core.Handle]:
 
 
 def late_ranks(handle: _core.Handle) -> dict[int, str]:
-    """Return the ranks that this pending operation is known to wait for, each with its line."""
+    """Return the ranks that this pending operation is known to wait for, each with a line."""
     if handle._status is not Status.PENDING:
         return {}
     if handle._parts is not None:
@@ -82,7 +82,7 @@ def lateness(handle: _core.Handle, seconds: float | None = None) -> OperationTim
 
 
 def error_of(handle: _core.Handle) -> BaseException | None:
-    """Return the error that awaiting this finished handle raises, a `CancelledError` too; None for a result."""
+    """Return the error that awaiting this finished handle raises, a `CancelledError` too, or None for a result."""
     handle._consumed = True
     if handle._status is RETURNED:
         return None
@@ -93,7 +93,7 @@ def error_of(handle: _core.Handle) -> BaseException | None:
 
 
 def expired(handle: _core.Handle) -> OperationTimeout | None:
-    """Return the error of a deadline that has passed, only once: the next wait continues without a deadline."""
+    """Return the error of a passed deadline, only once: the next wait continues without a deadline."""
     if handle._expires is None or monotonic() < handle._expires:
         return None
     handle._expires = None
@@ -114,7 +114,7 @@ class Fence(Protocol):
         """Order `stream`, None for the current one, after the operation of `handle`."""
 
     def look(self) -> bool:
-        """Report the end and return True if the device has reached this place; with the transport lock held."""
+        """Report the end and return True if the device has reached this place (transport lock held)."""
 
 
 class Waiter(Protocol):
@@ -125,7 +125,7 @@ class Waiter(Protocol):
 
 
 class FutureWaiter:
-    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone."""
+    """One suspended `await` with a separate future, so that a cancellation leaves the handle alone."""
 
     __slots__ = ("future",)
 

@@ -34,7 +34,7 @@ class Quiet:
     """A callback on the loop, or an object with such methods, that runs no code of the program."""
 
     def is_quiet(self, *, closing: bool) -> bool:
-        """Return False if this object may still wake the program; True for `closing` ignores deadlines of a close."""
+        """Return False if this object may still wake the program. True for `closing` ignores deadlines of a close."""
         return True
 
 
@@ -52,7 +52,7 @@ def may_pass(handle: Expiring | None, *, closing: bool) -> bool:
 class Timers(Quiet):
     """Reports deadlines to handles.
 
-    Most operations finish long before their deadline. A timer of the loop for each operation would stay until then,
+    Most operations finish long before the deadline. A timer of the loop for each operation would stay until then,
     perhaps for half an hour. So a heap has the deadlines, and finished operations are removed when it has doubled.
     """
 
@@ -65,7 +65,7 @@ class Timers(Quiet):
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, handle: Expiring, expires: float, seconds: float) -> None:
-        """Call `handle._tell_late` at `expires` of `monotonic`, `seconds` after the issue; on the loop's thread."""
+        """Call `handle._tell_late` at `expires` of `monotonic`, `seconds` after the issue (loop's thread)."""
         if len(self._heap) >= self._limit:
             self._clear()
         heappush(self._heap, (expires, next(self._count), ref(handle)))

@@ -1,4 +1,4 @@
-"""The receiver of trace spans; None unless this process records."""
+"""The receiver of trace spans, or None unless this process records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 Ended = Callable[..., object]
-"""Called with a finished handle, and with the name of the implementation if a lane has run the operation."""
+"""Called with a finished handle, and the name of the implementation if a lane has run the operation."""
 
 rank_of_task: ContextVar[int | None] = ContextVar("aiodist_rank_of_task", default=None)
 """Rank of the running code, if several ranks are tasks of one process."""
@@ -19,7 +19,7 @@ class Tracer(Protocol):
     """Records spans."""
 
     def span(self, name: str, began: float, /, *, track: str = "", of_rank: int | None = None, **details: Any) -> None:  # noqa: ANN401
-        """Record a span from `began`, in seconds of `perf_counter`, until now; from any thread.
+        """Record a span from `began`, in seconds of `perf_counter`, until now (any thread).
 
         The default of `track` is the track of the calling thread, and of `of_rank` the rank of the running code. Cost:
         a microsecond. Raises nothing.

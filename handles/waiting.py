@@ -1,4 +1,4 @@
-"""The registry of waiting threads: each wait of aiodist enters its thread, so no thread reads the frames of another."""
+"""The registry of waiting threads: each wait of aiodist enters its thread, and no thread reads frames of another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Wait(NamedTuple):
 _waits: Final[dict[int, _Wait]] = {}
 """Innermost wait of each waiting thread, by the thread's number."""
 library_checks: Final[list[Callable[[int], bool]]] = []
-"""Further checks that a thread, given by its number, is idle; `aiodist.testing` adds one."""
+"""Further checks that a thread, given by number, is idle. `aiodist.testing` adds one."""
 
 
 class Waiting:
@@ -49,13 +49,13 @@ class Waiting:
 
 
 def result_of(future: Future[T]) -> T:
-    """Return the result of `future`, and block this thread until there is one."""
+    """Return the result of `future`, blocking this thread until the result is there."""
     with Waiting(future.done):
         return future.result()
 
 
 def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
-    """Return True if a thread waits until another one wakes it; True for `limited` also counts waits with a limit."""
+    """Return True if a thread waits until another one wakes it. True for `limited` also counts waits with a limit."""
     wait = _waits.get(thread_id)
     if wait is None:
         return any(check(thread_id) for check in library_checks)
@@ -74,15 +74,15 @@ class JobQueue(Generic[T]):
     def __init__(self) -> None:
         self._jobs: deque[T] = deque()
         self._tokens: SimpleQueue[None] = SimpleQueue()
-        """One token for each job; threads wait for a token."""
+        """One token for each job. Threads wait for a token."""
 
     def put(self, job: T) -> None:
-        """Add a job; from any thread."""
+        """Add a job (any thread)."""
         self._jobs.append(job)
         self._tokens.put(None)
 
     def get(self, timeout: float | None = None) -> T:
-        """Return the next job, and block until there is one; raise queue.Empty after `timeout` seconds.
+        """Return the next job, blocking until there is one, or raise queue.Empty after `timeout` seconds.
 
         A `timeout` is for callers that only check afterwards if a job may come: the thread counts as idle.
         """
@@ -91,7 +91,7 @@ class JobQueue(Generic[T]):
         return self._jobs.popleft()
 
     def get_nowait(self) -> T:
-        """Return the next job; raise queue.Empty if there is none."""
+        """Return the next job, or raise queue.Empty if there is none."""
         self._tokens.get_nowait()
         return self._jobs.popleft()
 

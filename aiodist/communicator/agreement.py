@@ -1,15 +1,15 @@
 """Agreement: the ranks of a communicator compare each collective, so that all run the same one.
 
-A collective has a *signature*: the hash of the facts that must be equal on all ranks, and of its number. Ranks that
+A collective has a *signature*: the hash of its number and of the facts that must be equal on all ranks. Ranks that
 share memory compare signatures in a lane. Then the first rank of each host, its *leader*, compares the signature with
 the other leaders by messages. The leader sends the verdict to its host in another lane.
 
-    entered - the host compares - [the hosts compare] - all agree: its result counts
-                                                      - some differ: it fails on every rank
+    entered - the host compares - [the hosts compare] - all agree: the result counts
+                                                      - some differ: the collective fails on every rank
 
-`When` says what must agree before a collective begins. Collectives are compared in the order of their numbers, by the
-thread that holds the transport lock: the loop's or the progress thread, so also while user code computes. An operation
-that a lane runs does not enter: the lane compares its signature.
+`When` names the ranks that must agree before a collective begins. Collectives are compared in the order of their
+numbers. The thread with the transport lock compares: the loop's or the progress thread, so also while user code
+computes. A lane compares the signatures of the operations that it runs: these do not enter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Comparison:
     known: Event = field(default_factory=Event)
     """Set when `differs` is known, possibly before all ranks have entered."""
     ended: Event = field(default_factory=Event)
-    """Set when all ranks have entered, and no message of the comparison is in flight here."""
+    """Set when all ranks have entered and no message of the comparison is in flight here."""
     differs: bool = False
     """True if ranks differ."""
 
@@ -59,7 +59,7 @@ class Dissemination:
     """Callback for an error of its messages."""
 
     def compare(self, tag: int, signature: int, *, differs: bool = False) -> Comparison:
-        """Start to compare the operation with this `tag`; the transport lock is held.
+        """Start to compare the operation with this `tag` (transport lock held).
 
         `differs` is True if the ranks that this one stands for differ.
         """
@@ -79,8 +79,8 @@ async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> 
     """Run a dissemination barrier whose messages carry the signature.
 
     In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo their number. A rank that has received
-    another signature than its own reports the difference in all its later messages. Source: Hensgen, Finkel, Manber
-    1988, Two algorithms for barrier synchronization.
+    a different signature reports the difference in all its later messages. Source: Hensgen, Finkel, Manber 1988, Two
+    algorithms for barrier synchronization.
     """
     distance = 1
     while distance < ep.size:
@@ -111,7 +111,9 @@ class Agreement:
         several: bool,
         on_differ: Callable[[CommunicatorOperation], None],
     ) -> None:
-        """`lane` is the lane of this host, if its ranks share memory, and `verdicts` the lane of its leader's verdicts.
+        """`lane` is the lane of this host, if its ranks share memory.
+
+        `verdicts` is the lane for verdicts of the leader.
 
         `between` is the comparison of a leader with the others. `several` is True if there are several hosts.
         `on_differ` is called with each operation on which ranks differ, once.
@@ -131,7 +133,7 @@ class Agreement:
         self._closed: BaseException | None = None
 
     def enter(self, operation: CommunicatorOperation) -> None:
-        """Compare the next operation, and admit it as its `When` says."""
+        """Compare the next operation, and admit the operation as its `When` says."""
         if self._closed is not None:
             operation.decide(again(self._closed))
             return
@@ -161,7 +163,7 @@ class Agreement:
             self._continue(operation, differs=differs)
 
     def _continue(self, operation: CommunicatorOperation, *, differs: bool) -> None:
-        """Decide it, or compare it between hosts."""
+        """Decide the operation, or compare between hosts."""
         if not self.several:
             self._decide(operation, differs=differs)
             return
@@ -177,7 +179,7 @@ class Agreement:
             self._verdicts.submit(verdict, 0, 0, partial(self._verdict_received, operation, verdict))
 
     def _hosts_compared(self, _: BaseException | None) -> None:
-        """Decide, in order, the operations that the hosts have compared, and notify the host; on a leader."""
+        """Decide, in order, the operations that the hosts have compared, and notify the host (leader)."""
         while self._between_hosts and self._between_hosts[0][1].known.is_set:
             operation, comparison = self._between_hosts.popleft()
             if self._verdicts is not None:

@@ -1,4 +1,4 @@
-"""Checks and conversions of a call's arguments; an error names the value that was seen and the expected one."""
+"""Checks and conversions of a call's arguments. Errors name the given and the expected value."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Terms(NamedTuple):
     timeout: float | None = None
     impl: str = "auto"
     name: str | None = None
-    """Name for the match with the other ranks; None matches by order."""
+    """Name for the match with the other ranks. None matches by order."""
 
 
 def check_tensor(t: object, name: str = "t") -> Tensor:
-    """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous tensor of a known dtype and device.
+    """Return `t`, or raise TypeError or ValueError for any but a dense, contiguous tensor of known dtype and device.
 
-    A wrapper of other tensors, such as a DTensor, is refused, since it has no memory of its own.
+    A wrapper of other tensors, such as a DTensor, has no own memory and is refused.
     """
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")
@@ -59,7 +59,7 @@ def _check_memory(t: Tensor, name: str) -> None:
     storage, needed = t.untyped_storage(), (t.storage_offset() + t.numel()) * t.itemsize
     if (present := storage.nbytes()) < needed:
         raise ValueError(f"{name} of shape {list(t.shape)} has {present} bytes of memory: expected {needed}")
-    # A fake tensor's storage is on "meta"; its `data_ptr` would warn.
+    # A fake tensor's storage is on "meta", with a warning from `data_ptr`.
     if storage.device.type == "meta" or not t.data_ptr():
         raise TypeError(
             f"{name} is a {type(t).__name__} without memory of its own: expected plain memory, as .to_local() of a "
@@ -103,7 +103,7 @@ def check_one_place(ts: Sequence[Tensor]) -> None:
 
 
 def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = False) -> int:
-    """Return `rank` if it is a rank of the communicator (or ANY, if `any_rank`)."""
+    """Return `rank` for a rank of the communicator (or ANY, if `any_rank`)."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"{name} is {type(rank).__name__}: expected a rank, an int")
     if any_rank and rank == ANY:
@@ -114,7 +114,7 @@ def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = 
 
 
 def check_tag(tag: object, *, any_tag: bool = False) -> int:
-    """Return `tag` if it is a number from 0 to 2^62 - 1 (or ANY, if `any_tag`)."""
+    """Return `tag` for a number from 0 to 2^62 - 1 (or ANY, if `any_tag`)."""
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise TypeError(f"tag is {type(tag).__name__}: expected an int")
     if any_tag and tag == ANY:
@@ -125,7 +125,7 @@ def check_tag(tag: object, *, any_tag: bool = False) -> int:
 
 
 def check_name(name: object) -> str:
-    """Return `name` if it is a valid name of an operation."""
+    """Return `name` for a valid name of an operation."""
     if not isinstance(name, str):
         raise TypeError(f"name is {type(name).__name__}: expected a str")
     if not name:
@@ -134,9 +134,9 @@ def check_name(name: object) -> str:
 
 
 def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = False, part: bool = False) -> Tensor:
-    """Return `out`; raise unless it holds `t`'s dtype, has room for `numel` (None: it may grow) and does not overlap.
+    """Return `out`, or raise unless dtype and room (`numel`, None: may grow) fit and no memory overlaps.
 
-    It may be exactly `t`; with `part` it may be a part of `t`, and with `own_block` a part of it may be `t`.
+    `out` may be exactly `t`. With `part`, `out` may be a part of `t`. With `own_block`, `t` may be a part of `out`.
     """
     checked = check_tensor(out, "out")
     if checked.dtype is not t.dtype:
@@ -158,7 +158,7 @@ def check_apart(out: Tensor, ts: Sequence[Tensor], own: Tensor) -> None:
 
 
 def check_sizes(sizes: Sequence[int], total: int, ranks: int, what: str = "elements") -> list[int]:
-    """Return `sizes` if it has a count for each rank and they add up to the `total`."""
+    """Return `sizes` with a count for each rank and the sum `total`."""
     try:
         checked = [index(size) for size in sizes]
     except TypeError:
@@ -186,7 +186,7 @@ def block_of(shape: torch.Size, rank: int, ranks: int) -> torch.Size:
 
 
 def check_int64(value: object, name: str) -> int | None:
-    """Return `value` if it is None, or an int of 64 bits."""
+    """Return `value` for None or an int of 64 bits."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{name} is {type(value).__name__}: expected an int or None")
     if value is not None and value not in _INT64:
@@ -221,7 +221,7 @@ def tensors_of(t: object) -> list[Tensor]:
 
 
 def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: ANN401
-    """Return a number as a tensor and the inverse conversion; return other values without change."""
+    """Return a number as a tensor and the inverse conversion. Return other values without change."""
     if not is_number(t):
         return t, lambda result: result
     t = float(t) if isinstance(t, (float, np.floating)) else int(t)
@@ -241,7 +241,7 @@ def _number(result: Any) -> Any:  # noqa: ANN401
 
 
 def _joined(halves: Tensor | None) -> int | None:
-    """Return the sum of ints from the sums of their halves."""
+    """Return the sum of ints from the sums of the halves."""
     if halves is None:
         return None
     high, low = halves.tolist()
@@ -249,7 +249,7 @@ def _joined(halves: Tensor | None) -> int | None:
 
 
 def product(results: list[Tensor | None]) -> int | None:
-    """Return the product of ints; raise OverflowError unless it is near the product in floating point."""
+    """Return the product of ints, or raise OverflowError if far from the product in floating point."""
     whole, near = results
     if whole is None or near is None:
         return None
@@ -265,7 +265,7 @@ def check_single(t: object, name: str) -> None:
 
 
 def check_alike(ts: list[Tensor]) -> list[Tensor]:
-    """Return `ts`; raise ValueError unless they have the same dtype and number of elements."""
+    """Return `ts`, or raise ValueError for different dtypes or numbers of elements."""
     if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
         seen = ", ".join(f"{dtype_name(t.dtype)}[{t.numel()}]" for t in ts)
         raise ValueError(f"ts are {seen}: expected the same dtype and number of elements")

@@ -1,4 +1,4 @@
-"""The general way to build and issue an operation, and the parts of a communicator for other packages."""
+"""The general way to build and issue an operation. Parts of a communicator for other packages."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from aiodist.types import OPERATIONS, ReduceOp
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
-"""Operations that ranks may run on any of their devices: without NCCL messages carry the tensors."""
+"""Operations for any devices of the ranks: without NCCL, messages carry the tensors."""
 
 
 class Parts(NamedTuple):
-    """The layers below the calls of a communicator, for other packages of aiodist; see `parts_of`."""
+    """The layers below the calls of a communicator, for other packages of aiodist (see `parts_of`)."""
 
     dispatcher: Dispatcher
     messenger: Messenger
@@ -52,19 +52,19 @@ class Parts(NamedTuple):
     comparing: Callable[[Fingerprint], Any]
     """Returns the communicator for one call in which the ranks compare the given fingerprint.
 
-    Interfaces whose calls require more of the ranks, such as equal counts, use this.
+    For interfaces that require more of the ranks, such as equal counts.
     """
 
 
 class Upkeep(NamedTuple):
-    """Changes that the registry makes to a communicator; see `upkeep_of`."""
+    """Changes that the registry makes to a communicator (see `upkeep_of`)."""
 
     apply_edits: Callable[[Sequence[Edit]], None]
     """Applies edits to the selector's table, from the next operation on."""
     compare_edit: Callable[[Edit], Handle[None]]
-    """Issues the comparison of an edit among the ranks; the communicator is aborted if edits differ."""
+    """Issues the comparison of an edit among the ranks. The communicator is aborted if edits differ."""
     set_levels: Callable[[Levels | None, tuple[Base, Sequence[int]] | None], None]
-    """Sets the levels; None uses the levels of the parent communicator among these ranks."""
+    """Sets the levels. None uses the levels of the parent communicator among these ranks."""
 
 
 class Base(Group):
@@ -98,7 +98,7 @@ class Base(Group):
                 lambda error: dispatcher.progress.post(lambda: dispatcher.lifetime.abort(error)),
             )
             handle = dispatcher.issue(Fingerprint("selector"), program)
-        return handle.detach()  # need not be awaited: every later operation raises its error too
+        return handle.detach()  # no await is needed: every later operation raises the error too
 
     def _set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None) -> None:
         self._levels, self._made_of = levels, made_of
@@ -106,7 +106,7 @@ class Base(Group):
     # --- issuing --------------------------------------------------------------------------------------------
 
     def _queue_of(self, call: Signature, repertoire: Repertoire) -> Queue | None:
-        """Return a function that queues the allreduce on its device by one call; None if the device has none."""
+        """Return a function that queues the allreduce on a device by one call, or None if the device has none."""
         accelerator = self._registry.resources.accelerator
         if accelerator is None or not repertoire.on_cuda or call.impl not in ("auto", "nccl") or call.op is None:
             return None
@@ -153,10 +153,10 @@ class Base(Group):
             assert self._registry.resources.accelerator is not None
             if what.kind not in _ANYWHERE and (places := self._registry.resources.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
-        # NCCL queues immediately; other work on a device begins as on the host.
+        # NCCL queues immediately. Other work on a device begins as on the host.
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else When.HOST
         if when is When.HOST and nbytes >= COMPARED_BYTES and what.kind not in OPERATIONS:
-            when = When.ALL  # the operation compares metadata by messages of its own
+            when = When.ALL  # the operation itself compares metadata by messages
         what = self._compared or what
         try:
             handle: Handle[Any] = self._dispatcher.issue(
@@ -179,7 +179,7 @@ class Base(Group):
         return handle
 
     def _named(self, terms: Terms) -> Named:
-        """Return the next use of the name; raise if the communicator refuses calls or `impl` takes no name."""
+        """Return the next use of the name, or raise if the communicator refuses calls or `impl` takes no name."""
         self._dispatcher.check_usable()
         self._repertoire.check_named(terms.impl)
         use = self._dispatcher.names.next(check_name(terms.name))
@@ -196,9 +196,9 @@ class Base(Group):
         *,
         empty: object,
     ) -> Handle[Any]:
-        """Issue the program of `make` over the list and the ranks; for an empty list the result is `empty`.
+        """Issue the program of `make` over the list and the ranks. An empty list gives the result `empty`.
 
-        The program begins after the ranks have compared the lengths of their lists.
+        The program begins after the ranks have compared the lengths of the lists.
         """
         if not ts:
             return self._issue(what, prepare(nothing, empty), [], ts, terms)
@@ -224,8 +224,8 @@ class Base(Group):
     def _work_expected(self, tag: int | None) -> list[DeviceWork]:
         """Return the work that the next operation may have on this rank's device, or an empty list.
 
-        The list is empty before the process uses a device. It is empty on threads other than the loop's, which cannot
-        issue work on devices.
+        The list is empty before the process uses a device. The list is empty on threads other than the loop's, which
+        cannot issue work on devices.
         """
         accelerator = self._registry.resources.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():

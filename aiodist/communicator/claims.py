@@ -1,4 +1,4 @@
-"""Claims of an operation on the user's memory until its end, and versions of the tensors that it writes."""
+"""Claims of an operation on the user's memory until its end. Versions of written tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from aiodist.streams.writes import check_writable, increment_version
 
 
 class Claim(NamedTuple):
-    """Bytes that an operation reads or writes until it is finished."""
+    """Bytes that an operation reads or writes until its end."""
 
     start: int
     nbytes: int
     writes: bool
     memory: UntypedStorage
-    """The storage, which lives until the release; an `out` that grows takes new memory meanwhile."""
+    """The storage, which lives until the release even if an `out` grows into new memory."""
     written: Tensor | None = None
-    """The tensor whose version autograd compares; None for bytes that are read."""
+    """The tensor with the version for autograd, or None for bytes that are read."""
 
 
 def reading(*tensors: Tensor) -> list[Claim]:
@@ -34,7 +34,7 @@ def writing(*tensors: Tensor) -> list[Claim]:
 
 
 def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
-    """Return the claims of an operation that reads `inputs` and writes `outs`; inputs inside an out need no claim."""
+    """Return the claims of an operation that reads `inputs` and writes `outs`. Inputs inside an out need no claim."""
     written = writing(*(out for out in outs if out is not None))
     inside = [(w.start, w.start + w.nbytes) for w in written]
     read = [c for c in reading(*inputs) if not any(a <= c.start and c.start + c.nbytes <= b for a, b in inside)]
@@ -44,7 +44,7 @@ def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
 def acquire(claims: Sequence[Claim], owner: object) -> None:
     """Claim all for `owner`, or none.
 
-    Raises RuntimeError for a tensor that `check_writable` refuses, BufferInFlight for bytes that are in flight.
+    Raises RuntimeError for a tensor that `check_writable` refuses, BufferInFlight for bytes in flight.
     """
     written = [claim.written for claim in claims if claim.written is not None]
     for t in written:
@@ -55,6 +55,6 @@ def acquire(claims: Sequence[Claim], owner: object) -> None:
 
 
 def release(claims: Sequence[Claim]) -> None:
-    """Release the claims of `acquire`; written tensors get a new version."""
+    """Release the claims of `acquire`. Written tensors get a new version."""
     increment_version([claim.written for claim in claims if claim.written is not None])
     in_flight.release_all(claims)

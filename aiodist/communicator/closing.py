@@ -1,4 +1,4 @@
-"""The open communicators of one world: notified of failures, and closed or aborted in reverse order."""
+"""The open communicators of one world: notified of failures, closed or aborted in reverse order."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ C = TypeVar("C", bound=Movement)
 
 
 class Guest(Protocol):
-    """An object that uses a communicator and must end before it: a training net, a parameter server."""
+    """An object that must end before its communicator: a training net, a parameter server."""
 
     async def close(self) -> None:
-        """End in order; all ranks do so at the same time."""
+        """End in order. All ranks do so at the same time."""
 
     def abort(self) -> None:
         """End without waiting, since the program or another rank failed."""
 
 
 class OpenCommunicators(Generic[C]):
-    """Communicators that are open or being closed, with their guests; on the loop's thread."""
+    """Communicators, open or being closed, with their guests (loop's thread)."""
 
     def __init__(self, resources: Resources) -> None:
         self.open: list[C] = []
         self.closing: dict[C, asyncio.Future[None]] = {}
-        """Communicators that tasks close, each with a future that is done when it is closed."""
+        """Communicators that tasks close, each with a future that is done after the close."""
         self.on_open: list[Callable[[Dispatcher], None]] = []
         """Called with the dispatcher of each new communicator."""
         self.closed_at: tuple[CodeType, int] | None = None
-        """Line of the program that closes the world, if the loop runs in another thread, without frames of it."""
+        """Line of the program that closes the world, if the loop runs in another thread."""
         self.unreceived: list[str] = []
         """Messages from or to this rank that no rank received, on communicators that are closed."""
         self._resources = resources
         self._guests: dict[C, list[Guest]] = {}
         self._origins: dict[C, Origin] = {}
-        """Line of the program that made a communicator; none for those of aiodist itself."""
+        """Line of the program that made a communicator. Communicators of aiodist itself have no line."""
 
     def all(self) -> list[C]:
-        """Return those that are open or being closed."""
+        """Return the communicators that are open or being closed."""
         return [*self.open, *self.closing]
 
     @property
@@ -77,13 +77,13 @@ class OpenCommunicators(Generic[C]):
             notify(parts_of(communicator).dispatcher)
 
     def note_origin(self, made: object, origin: Origin | None) -> None:
-        """Note the line that made `made`, if that is a communicator."""
+        """Note the line that made a communicator; other objects are ignored."""
         for communicator in self.open if origin is not None else ():
             if communicator is made and origin is not None:
                 self._origins.setdefault(communicator, origin)
 
     def admit(self, communicator: C, guest: Guest) -> None:
-        """Close `guest` before `communicator` is closed, or abort it when that is aborted."""
+        """Close or abort `guest` before `communicator`."""
         parts_of(communicator).dispatcher.check_usable()
         self._guests.setdefault(communicator, []).append(guest)
 
@@ -95,7 +95,7 @@ class OpenCommunicators(Generic[C]):
     # --- failures ----------------------------------------------------------------------------------------------
 
     def lost(self, exit: Exit) -> None:
-        """Report the loss of a rank to the communicators that it belongs to."""
+        """Report the loss of a rank to the communicators of that rank."""
         for dispatcher in self.dispatchers:
             if exit.rank < 0 or exit.rank in dispatcher.ranks:
                 dispatcher.lifetime.peer_lost(exit)
@@ -120,7 +120,7 @@ class OpenCommunicators(Generic[C]):
             parts_of(communicator).dispatcher.lifetime.supersede(error)
 
     def abort_rest(self, error: AiodistError) -> None:
-        """Abort on this rank the communicators that are not aborted yet."""
+        """Abort, on this rank, the communicators that are not aborted yet."""
         for dispatcher in self.dispatchers:
             if dispatcher.lifetime.refusal is None:
                 dispatcher.lifetime.abort(error)
@@ -128,10 +128,10 @@ class OpenCommunicators(Generic[C]):
     # --- closing -----------------------------------------------------------------------------------------------
 
     async def close(self, communicator: C, until: float) -> None:
-        """Close `communicator` after all that was made from it, until that time of the loop.
+        """Close `communicator` after its descendants, until that time of the loop.
 
-        Waits for communicators that another task closes. Raises `OperationTimeout` with the pending operations of a
-        communicator that is not closed in time, and aborts it.
+        Waits for communicators that another task closes. A communicator that is not closed in time raises
+        `OperationTimeout` with its pending operations, and is aborted.
         """
         # By name, since tasks may make communicators in another order on each rank. "a/b" comes after "a".
         path = f"{communicator.name}/"
@@ -158,7 +158,7 @@ class OpenCommunicators(Generic[C]):
                 guests.pop()
             dispatcher.lifetime.cancel_receives()
             if dispatcher.lifetime.refusal is None:
-                if dispatcher.lifetime.issuing is not None:  # else its last calls meet those of other threads
+                if dispatcher.lifetime.issuing is not None:  # else the last calls meet calls of other threads
                     name = dispatcher.name
                     dispatcher.lifetime.issuing.close(
                         CommunicatorClosed(f"communicator {name!r} is being closed", comm=name)
@@ -189,13 +189,16 @@ class OpenCommunicators(Generic[C]):
         try:
             parts_of(communicator).dispatcher.lifetime.close()
             parts_of(communicator).dispatcher.account.judge()
-        finally:  # it raises if the program turns warnings into errors
+        finally:  # a judgment raises if the program turns warnings into errors
             _release_memory(parts_of(communicator).dispatcher)
             await self._resources.release(communicator.name, drained=drained)
             await parts_of(communicator).transport.aclose(drained=drained)
 
     async def _meet(self, dispatcher: Dispatcher, until: float) -> MismatchError | None:
-        """Meet all ranks for the last time; return the mismatch if another rank made one call more, and then met."""
+        """Meet all ranks for the last time.
+
+        Return the mismatch if another rank made one call more before this meeting.
+        """
         if self.closed_at is not None:
             dispatcher.oplog.caller = self.closed_at
         try:
@@ -239,7 +242,7 @@ class OpenCommunicators(Generic[C]):
 
 
 async def _closed(communicator: Movement, closed: asyncio.Future[None], until: float) -> None:
-    """Wait until another task has closed it; its errors are raised there."""
+    """Wait until another task has closed the communicator. That task raises the errors."""
     if not closed.done():
         await asyncio.wait([closed], timeout=_left(until))
     if not closed.done():
@@ -248,7 +251,7 @@ async def _closed(communicator: Movement, closed: asyncio.Future[None], until: f
 
 
 def _release_memory(dispatcher: Dispatcher) -> None:
-    """Stop the use of shared memory by a communicator; operations that still use it end."""
+    """Stop the use of shared memory by a communicator, and end operations that still use that memory."""
     why = dispatcher.lifetime.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
     with transport_lock:
         dispatcher.names.close(why)

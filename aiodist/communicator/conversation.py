@@ -1,20 +1,20 @@
 """The conversation of the ranks about a failed operation: statements in, one verdict out; a state machine without I/O.
 
-If an operation fails on a rank, or signatures differ, every rank makes one *statement* about its number: the signature
-and text of the operation, the cause of its failure there, and the messages that the rank sent and asked for. A rank
-that has not issued the number says so. Each rank collects until every other rank has made its statement, is known to
-be dead, or has not answered within `LIVENESS_SECONDS`.
+If an operation fails on a rank, or signatures differ, every rank makes one *statement* about the number. The statement
+has the signature and text of the operation, the cause of the failure on that rank, and the messages that the rank sent
+and asked for. The statement of a rank that has not issued the number says that. Each rank collects until every other
+rank has made a statement, is known to be dead, or has not answered within `LIVENESS_SECONDS`.
 
     first failure, or first statement of another rank - own statement - all are known - verdict
                                                                                       - late statements: drain only
 
-The verdict is a pure function of the statements and of the exits, whose order is the same on all ranks: ranks that got
-the same ones raise the same. A mismatch comes before a
-lost rank, a lost rank before a silent one, and a silent rank before a failure of one rank's part: the later ones can
-follow from the earlier ones. A rank makes only one statement for a number, also if it fails later.
+The verdict is a pure function of the statements and of the exits, whose order is the same on all ranks. So ranks with
+the same statements and exits raise the same error. A mismatch comes before a lost rank, a lost rank before a silent
+one, and a silent rank before a failure of one rank's part. Each of these causes can follow from an earlier one. A rank
+makes only one statement for a number, even if the operation fails later.
 
-Numbers below 0 are of failures outside the order, such as those of messages: each rank has numbers of its own, and the
-statements of the others say only that they are alive.
+Numbers below 0 are of failures outside the order, such as those of messages. Each rank has separate numbers for these.
+The statements of the other ranks only show that those ranks are alive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Lists = dict[int, list[int]]  # tag -> the sizes of messages, in bytes
 
 
 class Cause(IntEnum):
-    """Why an operation ends with an error; the larger ones explain the smaller ones."""
+    """The cause of an error at the end of an operation. Larger causes explain smaller ones."""
 
     NONE = 0
     FAILED = 1
@@ -55,17 +55,17 @@ class Statement(NamedTuple):
     """The knowledge of one rank about an operation."""
 
     text: str = ""
-    """The operation and the line that issued it; of a rank that has not issued the number, its last operation."""
+    """The operation with its calling line, or the last operation of a rank that has not issued the number."""
     word: int | None = None
-    """The signature of the operation; None if the rank has not issued it, or its record is gone."""
+    """The signature of the operation, or None if the rank has no record of that operation."""
     issued: bool = True
     cause: Cause = Cause.NONE
     error: str = ""
-    """The error of this rank's part; "" if there is none, or if the comparison of signatures found it."""
+    """The error of this rank's part, or "" without an error and for a difference of signatures."""
     begun: bool = False
-    """True if it had begun, so that its output is unspecified."""
+    """True if the operation had begun, so that its output is unspecified."""
     bound: bool = False
-    """True if it runs in a library or on a device, so that it cannot be stopped."""
+    """True if the operation runs in a library or on a device, and cannot be stopped."""
 
     @classmethod
     def read(cls, fields: list[Any]) -> Statement:
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
 
     cause: Cause
     rank: int = -1
-    """The rank that is the cause: the first one that was lost, else the lowest one; -1 if the ranks differ."""
+    """The rank that is the cause: the first lost rank, else the lowest rank, or -1 if the ranks differ."""
     error: str = ""
     """The error of that rank's part."""
     sides: str = ""
@@ -114,7 +114,7 @@ class StartTimer(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """Drain the messages between this rank and another one by the lists of both; they do not change any more."""
+    """Drain the messages between this rank and another one by the final lists of both."""
 
     number: int
     rank: int
@@ -130,7 +130,7 @@ class Conclude(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """All messages of the operation are drained: its tag can be used again."""
+    """All messages of the operation are drained, so its tag can be used again."""
 
     number: int
 
@@ -145,7 +145,7 @@ class _Case:
     statements: dict[int, Statement] = field(default_factory=dict)
     """The statements that came before the verdict, by rank."""
     answered: set[int] = field(default_factory=set)
-    """The ranks that have made their statement, after the verdict too."""
+    """The ranks with a statement, after the verdict too."""
     lists: dict[int, tuple[Lists, Lists]] = field(default_factory=dict)
     """The messages that other ranks sent and asked for, until this rank's own lists are final."""
     expired: bool = False
@@ -156,8 +156,8 @@ class _Case:
 class Conversations:
     """The conversations of one communicator on one rank.
 
-    Each event returns the actions to perform, in order. Statements of one rank about one number after its first are
-    ignored, and so are later deaths and answers for a verdict; late answers are still drained.
+    Each event returns the actions to perform, in order. Only the first statement of a rank about a number counts.
+    Deaths and answers after a verdict do not change the verdict. Late answers are still drained.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -171,7 +171,7 @@ class Conversations:
         """The ranks that left: True for a goodbye."""
 
     def state(self, number: int, statement: Statement) -> list[Action]:
-        """This rank states what it knows; ignored if it has done so."""
+        """Make the statement of this rank, unless the statement is made already."""
         case, actions = self._case(number)
         if self._rank in case.answered:
             return actions
@@ -199,28 +199,28 @@ class Conversations:
         return actions + self._advance()
 
     def leave(self, rank: int, *, clean: bool = False) -> list[Action]:
-        """Another rank is dead, or has left with a goodbye if `clean`: it makes no statement any more."""
+        """Another rank is dead, or has left with a goodbye if `clean`, and makes no more statements."""
         self.gone.setdefault(rank, clean)
         return self._advance()
 
     def expire(self, number: int) -> list[Action]:
-        """The liveness bound has passed: ranks that have not answered are silent."""
+        """The liveness bound has passed: ranks without an answer are silent."""
         if (case := self.cases.get(number)) is not None:
             case.expired = True
         return self._advance()
 
     def is_open(self, number: int) -> bool:
-        """Return True if there is a conversation about the number, and no verdict yet."""
+        """Return True for a conversation about the number without a verdict."""
         case = self.cases.get(number)
         return case is not None and case.verdict is None
 
     def verdict(self, number: int) -> Verdict | None:
-        """Return the verdict on an operation; None if there is none yet."""
+        """Return the verdict on an operation, or None if there is none yet."""
         case = self.cases.get(number)
         return None if case is None else case.verdict
 
     def _case(self, number: int) -> tuple[_Case, list[Action]]:
-        """Return the conversation about a number, and the actions that open it."""
+        """Return the conversation about a number, with the actions that open the conversation."""
         case = self.cases.get(number)
         if case is not None:
             return case, []
@@ -272,8 +272,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an operation by the statements about it.
 
-    `silent` are the ranks that did not answer, `gone` those that left, in the order of the control channel: True for
-    those that said goodbye. Each rank gets the statements and the exit of another one in this order.
+    `silent` are the ranks without an answer. `gone` are the ranks that left, in the order of the control channel, with
+    True for a goodbye. Each rank gets the statements and the exit of another one in this order.
     """
     left = gone or {}
     unheard = {rank: clean for rank, clean in left.items() if rank not in statements}
@@ -291,7 +291,7 @@ def judge(
     causes = [rank for rank in sorted(statements) if statements[rank].cause is worst]
     errors = [statements[rank].error for rank in (sorted(statements) if worst is Cause.SILENT else causes)]
     error = next((error for error in errors if error), "")
-    # Any lost rank, as later ones may have left because of the first, which may have made its statement.
+    # Any lost rank counts: later ranks may have left because of the first one, which may have made its statement.
     named = {Cause.LOST: lost, Cause.SILENT: sorted(silent)}.get(worst, causes)
     return Verdict(worst, named[0], error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
 
@@ -308,7 +308,7 @@ def _words_differ(statements: dict[int, Statement]) -> bool:
 
 
 def _sides(statements: dict[int, Statement], silent: Iterable[int], gone: dict[int, bool]) -> str:
-    """Return what each rank issued; ranks that issued the same at the same line are named together."""
+    """Return the operation of each rank. Ranks with the same operation and line are named together."""
     by_text: dict[tuple[str, str], list[int]] = {}
     issued = {statement.text for statement in statements.values() if statement.issued}
     differ = len(issued) > 1 or sum(statement.issued for statement in statements.values()) == 1

@@ -50,9 +50,9 @@ class OperationObserver(Protocol):
     """Watches the operations of one communicator."""
 
     def issued(self, handle: Handle[Any], meets: Peer | Named | None = None, /) -> Ended:
-        """Return a callback for the end of `handle`, in any thread; `meets` is the peer of a message or a named use.
+        """Return a callback for the end of `handle`, in any thread. `meets` is the peer of a message or a named use.
 
-        The callback takes the handle, and the name of the implementation if a lane has run the operation.
+        The callback takes the handle, with the name of the implementation if a lane has run the operation.
         """
 
 
@@ -72,9 +72,9 @@ class Dispatcher:
         agree: Callable[[OnDiffer, Callable[[BaseException], None]], Agreement] | None = None,
         thread: bool = False,
     ) -> None:
-        """`ranks` are world ranks, in order; `agree` makes the agreement, None for a single rank.
+        """`ranks` are world ranks, in order. `agree` makes the agreement, None for a single rank.
 
-        `agree` takes two callbacks: for an operation on which ranks differ, and for an error that ends the
+        `agree` takes two callbacks: one for an operation on which ranks differ, one for an error that ends the
         comparisons. `thread` is True if threads other than the loop's may issue too.
         """
         self.name = name
@@ -150,14 +150,14 @@ class Dispatcher:
     # --- watching ------------------------------------------------------------------------------------------
 
     def observe(self, observer: OperationObserver | None) -> None:
-        """Notify `observer` of each later operation; on the loop's thread."""
+        """Notify `observer` of each later operation (loop's thread)."""
         with self.lifetime.undisturbed():
             self._observer = observer
             if self.lifetime.issuer is not None:
                 self.lifetime.issuer.observer = None if observer is None else observer.issued
 
     def way_of(self, handle: Handle[Any]) -> str:
-        """Return the name of the implementation that ran a collective; "" if the name is not known."""
+        """Return the name of the implementation that ran a collective, or "" if the name is not known."""
         traffic = self.recent.get(handle.seq)
         return "" if traffic is None else traffic.way
 
@@ -168,7 +168,7 @@ class Dispatcher:
         self.watchdog.unseen.append(waits)
 
     def check_usable(self) -> None:
-        """Raise what a call must raise: closed, aborted, wrong thread or loop."""
+        """Raise the error of a refused call: closed, aborted, wrong thread or loop."""
         if self.lifetime.refusal is not None:  # before all else: in a forked child asyncio says that no loop runs
             raise self.lifetime.refusal.with_traceback(None)
         if self.lifetime.issuing is None or self.progress.owns_thread():
@@ -179,7 +179,7 @@ class Dispatcher:
         self.progress.check_here(f"communicator {self.name!r}", _ELSEWHERE)
 
     def check_on_loop(self, call: str) -> None:
-        """Raise the errors of `check_usable`, and `RuntimeError` in another thread even if it may issue."""
+        """Raise the errors of `check_usable`, or `RuntimeError` in another thread even if that thread may issue."""
         self.check_usable()
         if not self.progress.owns_thread():
             seen = threading.current_thread().name
@@ -212,10 +212,11 @@ class Dispatcher:
     ) -> Handle[Any]:
         """Issue `program` as a collective: check, claim, number, log, and start.
 
-        The operation has the next number in the order of all ranks. It begins when the ranks that `when` names agree.
-        If `when` is a use of a name, the operation has no number in that order. It begins when every rank has issued
-        the same use. `queues` is True if the program only queues work on a device. `convert` makes the result, and may
-        run code of the user. Raises, with nothing changed, if the communicator refuses calls or bytes are in flight.
+        The operation has the next number in the order of all ranks. The operation begins when the ranks that `when`
+        names agree. If `when` is a use of a name, the operation has no number in that order. The named operation begins
+        when every rank has issued the same use. `queues` is True if the program only queues work on a device. `convert`
+        makes the result, possibly with code of the user. Raises, with nothing changed, if the communicator refuses
+        calls or bytes are in flight.
         """
         operation = self.prepare(what, claims, nbytes, timeout, when, convert=convert)
         return self.launch(operation, program, 0 if queues else nbytes)
@@ -231,7 +232,9 @@ class Dispatcher:
         convert: Callable[[Any], Any] | None = None,
         messages: bool = True,
     ) -> CommunicatorOperation:
-        """Return a collective that is checked, claimed, numbered and logged; the caller must launch it next.
+        """Return a collective that is checked, claimed, numbered and logged.
+
+        The caller must launch the collective next.
 
         `messages` is False if the collective is one call of a library, which sends no messages of our own.
         """
@@ -263,7 +266,7 @@ class Dispatcher:
     def launch(
         self, operation: CommunicatorOperation, work: Program[Any] | NativeCall, work_bytes: int = 0
     ) -> Handle[Any]:
-        """Start a collective that was prepared; `work_bytes` are the bytes that this rank copies or reduces."""
+        """Start a collective that was prepared. `work_bytes` are the bytes that this rank copies or reduces."""
         assert operation.handle is not None
         operation.large = work_bytes >= self.large_bytes
         self.start(partial(self._begin, operation, work), work_bytes)
@@ -283,12 +286,12 @@ class Dispatcher:
             self.agreement.enter(operation)
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
-        """Issue a barrier: an operation without data that ends when the ranks agree on it."""
+        """Issue a barrier: an operation without data that ends when the ranks agree."""
         with self.lifetime.undisturbed():
             return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
-        """Make a call with the transport lock held; a large operation runs in the progress thread."""
+        """Make a call with the transport lock held, in the progress thread for a large operation."""
         if nbytes >= self.large_bytes:
             self.progress.start_in_thread(call)
         elif self.lifetime.issuing is None:
@@ -309,7 +312,7 @@ class Dispatcher:
             self.watch_over(handle, None if operation.meets is True else operation.meets)
 
     def new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
-        """Return the handle of an operation; raise if the communicator refuses calls."""
+        """Return the handle of an operation, or raise if the communicator refuses calls."""
         if self.lifetime.refusal is not None or _get_running_loop() is not self.progress.loop:
             self.check_usable()
         origin = self.oplog.caller or whence(4)
@@ -326,7 +329,7 @@ class Dispatcher:
             self.watchdog.watch.keep_watch()
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
-        """Set the deadline of a handle: `timeout` seconds, or the communicator's default; none if both are None."""
+        """Set the deadline of a handle: `timeout` seconds, or the communicator's default."""
         if (timeout is not None or self.timeout is not None) and internals.is_pending(handle):
             self._set_deadline(handle, timeout)
 

@@ -1,8 +1,9 @@
 """Failed operations of a communicator: statements are sent and received, messages drained, operations ended.
 
-The rules are those of `conversation`; this is its input and output. Statements travel over the control channel, whose
-listener thread handles them, so a busy loop delays nothing. A rank that has not issued the number answers on that
-thread. A rank that has issued it needs the transport lock, since none of its messages may start after its statement.
+The rules are those of `conversation`. This module has the input and output. Statements travel over the control channel,
+whose listener thread handles them, so a busy loop delays nothing. A rank that has not issued the number answers on that
+thread. A rank that has issued the number needs the transport lock, since none of its messages may start after its
+statement.
 """
 
 from __future__ import annotations
@@ -58,14 +59,15 @@ Then = Callable[[BaseException], object]
 class Failures:
     """The failed operations of one communicator on this rank.
 
-    Its methods hold the transport lock, unless they say otherwise. The dispatcher sets the attributes of the class.
+    All methods hold the transport lock, unless the docstring says otherwise. The dispatcher sets the attributes of the
+    class.
     """
 
     names: Names
     settlement: Settlement
     within: ShmNative | None
     abort_here: Callable[[AiodistError], None]
-    """Aborts the communicator on this rank; on the loop."""
+    """Aborts the communicator on this rank (loop's thread)."""
 
     def __init__(
         self,
@@ -77,9 +79,12 @@ class Failures:
         operations: Pending,
         recent: dict[int, Traffic],
     ) -> None:
-        """`ranks` are the world ranks of the communicator, in order; `recent` has the messages of its operations."""
+        """`ranks` are the world ranks of the communicator, in order.
+
+        `recent` has the messages of the communicator's operations.
+        """
         self.to_fail: Latest[None] = Latest()
-        """Numbers that this rank stated not to have issued; the compiled core issues nothing while there are any."""
+        """Numbers that this rank stated not to have issued. The compiled core issues nothing while there are any."""
         self._name = name
         self._topic = f"failures:{name}"
         self._channel = channel
@@ -92,21 +97,21 @@ class Failures:
         self._recent = recent
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
-        """Held for each event of the conversations, and until it is known if this rank has issued a number."""
+        """Held for each event of the conversations, and for the question if this rank has issued a number."""
         self._stated: Latest[Traffic] = Latest()
-        """Messages of this rank, by the numbers about which it made its statement."""
+        """Messages of this rank, by the numbers of its statements."""
         self._not_issued: Latest[None] = Latest()
-        """Numbers that this rank had not issued when it made its statement."""
+        """Numbers that this rank had not issued at its statement."""
         self._timers: dict[int, TimerHandle] = {}
-        """Liveness bounds of conversations, and of failed operations that are not drained; on the loop."""
+        """Liveness bounds of conversations and of failed operations that are not drained (loop's thread)."""
         self._inquiries: dict[int, tuple[BaseException, Then]] = {}
         self._inquired = 0
         self._aborting = False
-        """True if another rank has aborted the communicator: its reason precedes later verdicts."""
+        """True if another rank has aborted the communicator, with a reason that precedes later verdicts."""
         channel.subscribe(self._topic, self._heard)
 
     def close(self) -> None:
-        """Receive no more statements; on the loop."""
+        """Receive no more statements (loop's thread)."""
         self._channel.unsubscribe(self._topic)
         for timer in self._timers.values():
             timer.cancel()
@@ -115,7 +120,7 @@ class Failures:
     # --- failures of this rank ------------------------------------------------------------------------------------
 
     def ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
-        """Return True if `error` ends the operation now; else the ranks find out together why it failed."""
+        """Return True if `error` ends the operation now, or False if a conversation finds the cause."""
         number = operation.number
         if operation.stopped or isinstance(error, (Differ, Refused)):
             return False
@@ -133,10 +138,10 @@ class Failures:
             self._state(operation.number, Cause.MISMATCH)
 
     def join(self, operation: CommunicatorOperation) -> bool:
-        """Stop an operation if this rank has made its statement about the number; return True if it has."""
+        """Stop an operation if this rank has made its statement about the number. Return True for a stopped one."""
         number = operation.number
         if self.to_fail:
-            with self._lock:  # the listener thread may find out now if it is issued
+            with self._lock:  # the listener thread may look now if the operation is issued
                 self.to_fail.pop(number, None)
         if number not in self._stated:
             return False
@@ -158,7 +163,7 @@ class Failures:
         self._do(self._conversations.state, number, Statement(cause=Cause.FAILED, error=_text(error)))
 
     def cause(self, error: BaseException) -> asyncio.Future[BaseException]:
-        """Return a future of the error to raise in place of `error`: see `inquire`; on the loop."""
+        """Return a future of the error to raise in place of `error`: see `inquire` (loop's thread)."""
         answer: asyncio.Future[BaseException] = self._progress.loop.create_future()
         self.inquire(error, partial(settle_soon, answer))
         return answer
@@ -166,17 +171,17 @@ class Failures:
     # --- statements -----------------------------------------------------------------------------------------------
 
     def _state(self, number: int, cause: Cause = Cause.NONE, error: str = "") -> None:
-        """Stop the operation on this rank, and state what is known of it."""
+        """Stop the operation on this rank, and make the statement about it."""
         if number in self._stated:
             return
         if isinstance(one := self._operations.collective(number), Handle):
-            one.done()  # a lane may have left it to a program, which can be stopped
+            one.done()  # a lane may have passed the operation to a program, which can be stopped
         use, operation = self.names.find(number), self._operation(number)
         traffic = self._stated[number] = (self._recent.get(number) if use is None else use.traffic) or Traffic()
         self.names.hold(number)
         bound, begun = False, traffic.begun
         if operation is not None:
-            # A native call that failed counts too: its library is in an unknown state.
+            # A failed native call counts too, since the library is in an unknown state.
             native = operation.state is State.STARTED if operation.traffic is None else operation.traffic.native > 0
             agreed = operation.agreed.is_set and operation.agreed.error is None
             bound = (native and agreed) or operation.when is When.NOW
@@ -193,10 +198,10 @@ class Failures:
             self.within.refuse(key_of(number))
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
-        """Handle a statement of another rank; on the listener thread."""
+        """Handle a statement of another rank (listener thread)."""
         number, fields, sent, asked = message
         rank = self._ranks.index(world_rank)
-        self.note_exits()  # first, since the loop may note them later
+        self.note_exits()  # first, since the loop may note the exits later
         if fields is None:
             self._aborting = True
             self._progress.post(partial(self._told_abort, sent))
@@ -206,7 +211,7 @@ class Failures:
             self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
 
     def _answer(self, number: int) -> None:
-        """State what this rank knows of an operation that failed on another one; on the listener thread."""
+        """Make this rank's statement about an operation that failed on another rank (listener thread)."""
         with self._lock:
             self.to_fail[number] = None  # first: the program may issue it at this moment, and then waits for the lock
             issued = self.names.has_issued(number) if number >= NAMED else number < self._oplog.seq
@@ -225,7 +230,7 @@ class Failures:
         return Statement("" if last is None else last.text(), issued=False)
 
     def note_exits(self, *, clean: bool = False) -> None:
-        """Note the ranks that are lost, in the order of the control channel, and with `clean` also those that left."""
+        """Note the lost ranks in the order of the control channel, with `clean` also the ranks that left."""
         for exit in self._channel.exits().values():
             for rank, world_rank in enumerate(self._ranks):
                 if exit.rank in (world_rank, HUB) and rank != self._rank and exit.clean <= clean:
@@ -271,7 +276,7 @@ class Failures:
     def send(self, rank: int, message: list[Any]) -> None:
         """Send a message to another rank."""
         if rank != self._rank:
-            with suppress(ChannelClosed):  # the world is closed, and the other ranks know that
+            with suppress(ChannelClosed):  # the world is closed, as the other ranks know
                 self._channel.send(self._ranks[rank], self._topic, message)
 
     def tell_abort(self, text: str) -> None:
@@ -284,7 +289,7 @@ class Failures:
         self.abort_here(CommunicatorAborted(text))
 
     def _drain(self, action: Drain) -> None:
-        """Drain messages; with the transport lock held."""
+        """Drain messages (transport lock held)."""
         if (traffic := self._stated.get(action.number)) is not None:
             # Two ranks that refuse steps in shared memory at the same time miss none if each does so again.
             self._refuse(action.number, traffic)
@@ -301,14 +306,14 @@ class Failures:
             timer.cancel()
 
     def _expire(self, number: int) -> None:
-        """The liveness bound has passed; on the loop."""
+        """The liveness bound has passed (loop's thread)."""
         self.note_exits(clean=True)
         self._do(self._conversations.expire, number)
 
     # --- verdicts -------------------------------------------------------------------------------------------------
 
     def _conclude(self, number: int, verdict: Verdict) -> None:
-        """Do what the verdict says, also if the operation has ended on this rank."""
+        """Perform the verdict, even if the operation has ended on this rank."""
         self._progress.post(partial(self._stop_timer, number))
         if number < 0:
             if (inquiry := self._inquiries.pop(number, None)) is not None:
@@ -321,9 +326,9 @@ class Failures:
             self._end(operation, verdict)
 
     def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
-        """End a failed operation when it is drained, or now if it will not be soon."""
+        """End a failed operation after its drain, or now if that would take long."""
         if verdict.abort and verdict.cause is not Cause.LOST:
-            return  # `_abort` ends it
+            return  # `_abort` ends the operation
         operation.verdict = self._error(operation.number, verdict, operation.error)
         if operation.state is State.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
             self.settlement.end(operation, None, None)
@@ -331,7 +336,7 @@ class Failures:
             self._progress.post(partial(self._start_timer, operation.number, self._end_undrained))
 
     def _abort(self, number: int, verdict: Verdict) -> None:
-        """Abort the communicator, which cannot continue, and end the operation; on the loop."""
+        """Abort the communicator, which cannot continue, then end the operation (loop's thread)."""
         operation = self._operation(number)
         error = self._error(number, verdict, None if operation is None else operation.error)
         if isinstance(error, RemoteError):
@@ -342,7 +347,7 @@ class Failures:
         self._end_undrained(number)
 
     def _end_undrained(self, number: int) -> None:
-        """End an operation whose messages another rank has not drained within the bound; on the loop."""
+        """End an operation whose messages another rank has not drained within the bound (loop's thread)."""
         self._timers.pop(number, None)
         if (operation := self._operation(number)) is not None:
             self._progress.with_lock(partial(self.settlement.end, operation, None, None))

@@ -19,17 +19,17 @@ _GATHERS = ("allgather", "gather")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts that must be equal on all ranks; None for a fact that may differ."""
+    """Facts that must be equal on all ranks, or None for a fact that may differ."""
 
     kind: str
     dtype: str | None = None
     size: str | None = None
-    """Shape such as "[2, 3]", or the number of elements if only that must be equal."""
+    """Shape such as "[2, 3]", or the number of elements if only the number must be equal."""
     how: str | None = None
     """Operator, requested implementation, and form of the argument."""
     root: int | None = None
     loose: bool = False
-    """True if only some ranks know the dtype, and must agree on it."""
+    """True if only the ranks that know the dtype must agree on the dtype."""
     word: int = field(init=False, repr=False, compare=False)
     """Hash that the ranks compare, see `word_of`."""
 
@@ -64,9 +64,10 @@ def fingerprint_of(
     across: bool = False,
     extra: str = "",
 ) -> Fingerprint:
-    """Return the fingerprint of a call on `ts`; `given` is the caller's argument.
+    """Return the fingerprint of a call on `ts`. `given` is the caller's argument.
 
-    It has dtypes and shapes; for a broadcast the numbers of elements, for allgather and gather only the dtypes.
+    The fingerprint has dtypes and shapes, for a broadcast the numbers of elements, for allgather and gather only
+    dtypes.
     """
     size = None
     if is_number(given):
@@ -91,12 +92,12 @@ def how(op: str | None, impl: str, *, given: object = None, across: bool = False
 
 
 def word_of(known: tuple[object, ...], loose: str | None = None) -> int:
-    """Return the hash of `known`, the same in every process; `loose` is a fact that not all ranks know."""
+    """Return the hash of `known`, the same in every process. `loose` is a fact that not all ranks know."""
     return _hash(known, _BITS) | (0 if loose is None else (_hash((loose,), 64 - _BITS) or 1) << _BITS)
 
 
 def merged(word: int, other: int) -> int | None:
-    """Return the union of two hashes of one operation, or None if they differ."""
+    """Return the union of two hashes of one operation, or None for different hashes."""
     if word == other:
         return word
     return None if (word ^ other) & _LOW or (word > _LOW and other > _LOW) else word | other

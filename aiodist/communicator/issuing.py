@@ -9,7 +9,7 @@ from types import TracebackType
 class Issuing:
     """Allows one issuing thread at a time: a call of another thread raises, without effect on the first call.
 
-    Two calls at the same time are an error of the program, since the other ranks cannot know their order: `_issuer` has
+    Two calls at the same time are an error of the program, since the other ranks cannot know the order: `_issuer` has
     the issuing thread. No other thread waits for that thread. Every call also holds `_lock`. The loop holds `_lock`
     (`with issuing:`) for changes that exclude calls, such as the refusal of later calls. A call may make nested calls.
     """

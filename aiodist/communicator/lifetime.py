@@ -1,4 +1,4 @@
-"""The end of a communicator: what is in flight is drained or aborted, and later calls are refused."""
+"""The end of a communicator: operations in flight are drained or aborted, later calls refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from aiodist.handles.state import plight
 
 
 class Lifetime:
-    """The end of one communicator on this rank; on the loop, unless a method says otherwise."""
+    """The end of one communicator on this rank (loop's thread, unless a method says otherwise)."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class Lifetime:
         watchdog: Watchdog,
         issuing: Issuing | None,
     ) -> None:
-        """`place` is the name of the communicator and this rank's number there; `ranks` are world ranks, in order."""
+        """`place` is the name of the communicator and this rank's number there. `ranks` are world ranks, in order."""
         self.refusal: AiodistError | RuntimeError | None = None
-        """Error that every call raises; None while calls are accepted."""
+        """Error that every call raises, or None while calls are accepted."""
         self.issuing = issuing
-        """The thread that is issuing, if several threads may; None if only the thread of the loop may."""
+        """The issuing thread, if several threads may issue, or None if only the thread of the loop may."""
         self.issuer: _core.Issuer | None = None
-        """The compiled core's part of issuing; None if no lane can run operations."""
+        """The compiled core's part of issuing, or None if no lane can run operations."""
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
-        """Called with each rank that is lost; -1 if nothing can be known any more."""
+        """Called with each lost rank, or -1 if the hub is lost."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
-        """Called when it is aborted, for any reason; after a loss again if another rank aborts it."""
+        """Called at an abort for any reason, and once more if another rank aborts the communicator after a loss."""
         self.stops: list[Callable[[AiodistError], object]] = []
-        """Abort the parts of the communicator; with the transport lock held."""
+        """Abort the parts of the communicator (transport lock held)."""
         self.subscriptions: list[Callable[[], object]] = []
         """End the subscriptions of messages of other ranks."""
         self._name, self._rank = place
@@ -75,11 +75,11 @@ class Lifetime:
         return nullcontext() if self.issuing is None else self.issuing
 
     def pending(self) -> list[Handle[Any]]:
-        """Return the handles that are not done, in order of issue."""
+        """Return the pending handles, in order of issue."""
         return [handle for handle in self._operations if internals.is_pending(handle)]
 
     def pending_collectives(self) -> list[Handle[Any]]:
-        """Return those of collectives."""
+        """Return the pending handles of collectives."""
         return [handle for handle, meets in self._operations.items() if meets is True and internals.is_pending(handle)]
 
     def cancel_receives(self) -> None:
@@ -92,7 +92,10 @@ class Lifetime:
                 warnings.warn_explicit(message, kind, where.filename, where.lineno)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until no operation is in flight; raise `OperationTimeout` with their list after `seconds`."""
+        """Wait until no operation is in flight.
+
+        Raise `OperationTimeout` with the list of pending operations after `seconds`.
+        """
         pending = self.pending()
         if pending and self.refusal is None:
             await asyncio.wait([all_over(pending, self._progress.loop)], timeout=seconds)
@@ -111,12 +114,15 @@ class Lifetime:
             tell(self._ranks.index(exit.rank) if exit.rank in self._ranks else -1, error)
 
     async def settled(self) -> None:
-        """Wait until all collectives that were issued are done."""
+        """Wait until all issued collectives are done."""
         if pending := [handle for handle in self.pending_collectives() if not internals.is_detached(handle)]:
             await all_over(pending, self._progress.loop)
 
     def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort it on all ranks, unless that was done; later calls raise `error` in place of the earlier error."""
+        """Abort the communicator on all ranks, unless it is aborted.
+
+        Later calls raise `error` in place of the earlier error.
+        """
         aborted = self.refusal is not None
         self.abort_everywhere(error)
         with self.undisturbed():
@@ -126,14 +132,14 @@ class Lifetime:
             self._failures.tell_abort(str(error))
 
     def abort_everywhere(self, error: AiodistError) -> None:
-        """Abort it on all ranks, unless that was done."""
+        """Abort the communicator on all ranks, unless it is aborted."""
         if self.refusal is None:
-            # First, so that no rank takes the loss of its messages for the cause.
+            # First, so that no rank takes lost messages for the cause.
             self._failures.tell_abort(f"rank {self._rank}: {error}")
             self.abort(error)
 
     def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
-        """Abort it on this rank now, and on the others after the liveness bound, unless they know a cause by then."""
+        """Abort the communicator on this rank now, and on ranks without a known cause after the liveness bound."""
         if self.refusal is None:
             self.abort(error)
             if tell:
@@ -148,7 +154,7 @@ class Lifetime:
         self._failures.inquire(wrapped, lambda _: self._progress.post(abort))
 
     def abort(self, error: AiodistError) -> None:
-        """Reject pending operations and refuse later calls; buffers stay owned by transfers that never end."""
+        """Reject pending operations and refuse later calls. Buffers stay owned by transfers that never end."""
         if self.refusal is not None:
             if isinstance(error, CommunicatorAborted):
                 self._notify_aborted(error)
@@ -198,9 +204,9 @@ class Lifetime:
             unsubscribe()
 
     def forked(self) -> None:
-        """This is a child of the process that opened it."""
-        self.issuing = None  # the thread that was issuing does not exist here
-        self._watchdog.watch.members.clear()  # its timer may fire here
+        """Refuse calls in a forked child of the process that opened the communicator."""
+        self.issuing = None  # the issuing thread does not exist here
+        self._watchdog.watch.members.clear()  # the timer of the watch may fire here
         self.refuse(RuntimeError(f"communicator {self._name!r} was opened before os.fork: a child cannot use it"))
 
     def refuse(self, why: AiodistError | RuntimeError) -> None:

@@ -1,4 +1,4 @@
-"""The record of a communicator's operation, with one state, and the table of the operations in flight."""
+"""The record of a communicator's operation, with one state. The table of the operations in flight."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """State of an operation; the transport lock is held at each change, and a state is never entered twice."""
+    """State of an operation. The transport lock is held at each change. A state is never entered twice."""
 
     NEW = "new"
     """Bytes claimed, number taken, line in the log written."""
     CHECKED = "checked"
     """The ranks that must agree before the start have agreed."""
     STARTED = "started"
-    """Transfers may use its bytes."""
+    """Transfers may use the bytes."""
     DRAINED = "drained"
-    """No transfer uses its bytes, which are released."""
+    """No transfer uses the bytes, which are released."""
     DONE = "done"
-    """Its handle has the outcome."""
+    """The handle has the outcome."""
 
 
 class When(Enum):
@@ -43,13 +43,13 @@ class When(Enum):
     NOW = "now"
     """Immediately: NCCL queues the operation while the ranks compare."""
     HOST = "host"
-    """When the ranks of its host agree: what leaves the host goes by own messages, which can be drained."""
+    """When the ranks of its host agree: messages that leave the host can be drained."""
     ALL = "all"
     """When all ranks agree: a collective of a library cannot be stopped."""
 
 
 class Peer(NamedTuple):
-    """The other ends of a message, as in the call; None for no such end."""
+    """The other ends of a message, as in the call, or None for no such end."""
 
     src: int | None
     dst: int | None
@@ -78,32 +78,32 @@ class Use:
     came: set[int] = field(default_factory=set)
     """Other ranks known to have issued this use."""
     number: int = -1
-    """Number of the operation, after the name has a number; see `number_of_use`."""
+    """Number of the operation, after the name has a number (see `number_of_use`)."""
     record: Record | None = None
-    """The operation and its line."""
+    """The operation with its line."""
 
     def text(self) -> str:
-        """Return the operation and its line."""
+        """Return the operation with its line."""
         assert self.record is not None
         return self.record.text()
 
 
 class Event:
-    """A one-time event with an error or none; a program awaits it as `transfers([event.wait])`."""
+    """A one-time event with an error or none, awaited by a program as `transfers([event.wait])`."""
 
     is_set: bool = False
     error: BaseException | None = None
     _waiting: tuple[Done, ...] = ()
 
     def wait(self, done: Done) -> None:
-        """Call `done` with the error or with None: now if the event is set, else when it is."""
+        """Call `done` with the error or with None, now if the event is set, else later."""
         if self.is_set:
             done(self.error)
         else:
             self._waiting = (*self._waiting, done)
 
     def set(self, error: BaseException | None = None) -> None:
-        """Set the event; only the first call counts."""
+        """Set the event. Only the first call counts."""
         if not self.is_set:
             self.is_set, self.error = True, error
             waiting, self._waiting = self._waiting, ()
@@ -113,33 +113,33 @@ class Event:
 
 @dataclass(eq=False)
 class CommunicatorOperation(Operation[Any]):
-    """An operation of a communicator; its `handle` is the user's side."""
+    """An operation of a communicator. `handle` is the user's side."""
 
     handle: Handle[Any] | None  # type: ignore[assignment]
-    """The handle to settle; None for a receive without a message."""
+    """The handle to settle, or None for a receive without a message."""
     claims: Sequence[Claim] = ()
-    """Bytes that the operation reads or writes until it is drained."""
+    """Bytes that the operation reads or writes until DRAINED."""
     convert: Callable[[Any], Any] | None = None
-    """Makes the result, on the thread of the loop or on a waiting thread; may run code of the user."""
+    """Makes the result, on the thread of the loop or on a waiting thread. May run code of the user."""
     _: KW_ONLY
     meets: Any = True
-    """True for a collective in the order of all ranks; else the `Peer` of a message, or the use of a name."""
+    """True for a collective in the order of all ranks, else the `Peer` of a message or the use of a name."""
     number: int = -1
-    """Number, equal on all ranks; -1 for a message, and for a named operation until its name has a number."""
+    """Number, equal on all ranks, or -1 for a message and for an operation whose name has no number yet."""
     signature: int = 0
     """Hash of the number and of the facts that must be equal on all ranks."""
     when: When = When.HOST
     traffic: Traffic | None = None
-    """Record of its messages between hosts."""
+    """Record of the messages between hosts."""
     large: bool = False
     """True if only the progress thread may start the operation."""
     state: State = field(default=State.NEW, init=False)
     admitted: Event = field(default_factory=Event, init=False)
-    """Set when the operation may begin, or with the reason why it will not."""
+    """Set when the operation may begin, or with the error that prevents the start."""
     agreed: Event = field(default_factory=Event, init=False)
     """Set when all ranks agree, or with the reason why the operation does not count."""
     compared: LaneOperation | None = field(default=None, init=False)
-    """Its comparison within the host."""
+    """Comparison within the host."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
     """Callback in place of `handle` after another receive was given the message."""
     stopped: bool = field(default=False, init=False)
@@ -147,7 +147,7 @@ class CommunicatorOperation(Operation[Any]):
     error: BaseException | None = field(default=None, init=False)
     """Error of this rank's part."""
     verdict: BaseException | None = field(default=None, init=False)
-    """Error on which the ranks agree, for when its bytes are free."""
+    """Error on which the ranks agree, raised after the release of the bytes."""
 
     def decide(self, error: BaseException | None) -> None:
         """Note that the ranks agree, or end the operation with `error` as soon as its transfers allow."""
@@ -177,7 +177,7 @@ class NativeCall(NamedTuple):
 
 
 async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
-    """Run `program` after the required ranks have agreed; return its result after all have agreed."""
+    """Run `program` after the required ranks have agreed. Return its result after all have agreed."""
     try:
         if not operation.admitted.is_set or operation.admitted.error is not None:
             await transfers([operation.admitted.wait])
@@ -203,23 +203,23 @@ class Receive(Protocol):
 
     @property
     def handle(self) -> Handle[Any] | None:
-        """Handle; None after the program has dropped it."""
+        """Handle, or None after the program has dropped the handle."""
 
     def lapse(self) -> bool:
-        """Withdraw the receive if the program has dropped its handle; return True if it was withdrawn."""
+        """Withdraw the receive if the program has dropped its handle. Return True if the receive was withdrawn."""
 
 
 class Pending:
     """The operations of a communicator that are in flight: collectives by number, the others by handle.
 
-    Receives without a message are in a dict of their own, since only the program holds their handles: see `Receiving`.
-    Any thread may read: changes and copies of a dict are atomic. A list of `items()` is not atomic: while memory is
+    Receives without a message are in a separate dict, since only the program holds their handles: see `Receiving`. Any
+    thread may read: changes and copies of a dict are atomic. A list of `items()` is not atomic: while memory is
     allocated for the list, the garbage collector may end operations.
     """
 
     def __init__(self) -> None:
         self.collectives: dict[int, Handle[Any] | CommunicatorOperation] = {}
-        """Collectives in the order of all ranks, by number. The compiled core adds its handles."""
+        """Collectives in the order of all ranks, by number. The compiled core adds handles of lanes."""
         self.others: dict[Handle[Any], CommunicatorOperation] = {}
         """Messages and named operations."""
         self.posted: dict[ref[Handle[Any]], Receive] = {}
@@ -234,17 +234,17 @@ class Pending:
             self.others[operation.handle] = operation
 
     def remove(self, operation: CommunicatorOperation) -> bool:
-        """Remove an operation; return False if it was not there."""
+        """Remove an operation. Return False if the operation was not there."""
         if operation.meets is True:
             return self.collectives.pop(operation.number, None) is not None
         return operation.handle is not None and self.others.pop(operation.handle, None) is not None
 
     def collective(self, number: int) -> Handle[Any] | CommunicatorOperation | None:
-        """Return the collective with that number: its operation, or its handle if a lane runs it."""
+        """Return the collective with that number: the operation, or the handle in a lane."""
         return self.collectives.get(number)
 
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
-        """Return an operation for the handle of a lane, to be ended in another way; None if the handle is done."""
+        """Return an operation for the handle of a lane, to be ended in another way, or None if the handle is done."""
         if (operation := self.find(handle)) is not None:
             operation.claims = claims or operation.claims
             return operation
@@ -254,21 +254,21 @@ class Pending:
         return operation
 
     def find(self, handle: Handle[Any]) -> CommunicatorOperation | None:
-        """Return the operation of `handle`; None if a lane runs it, or the table does not have it."""
+        """Return the operation of `handle`, or None in a lane and for an unknown handle."""
         if (other := self.others.get(handle)) is not None:
             return other
         one = self.collectives.get(handle.seq)
         return one if isinstance(one, CommunicatorOperation) and one.handle is handle else None
 
     def items(self) -> list[tuple[Handle[Any], Any]]:
-        """Return each handle with its counterpart: True for a collective, else a `Peer` or the use of a name."""
+        """Return each handle with the counterpart: True for a collective, else a `Peer` or the use of a name."""
         found = [(_handle_of(one), True) for one in self.collectives.copy().values()]
         found += [(handle, one.meets) for handle, one in self.others.copy().items()]
         waiting = [one for one in list(self.posted.values()) if not one.paused]
         return found + [(handle, one.peer) for one in waiting if (handle := one.handle) is not None]
 
     def get(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
-        """Return the counterpart of `handle`; None for a handle that is done or of another communicator."""
+        """Return the counterpart of `handle`, or None for a finished handle or one of another communicator."""
         if (other := self.others.get(handle)) is not None:
             return other.meets
         if (one := self.collectives.get(handle.seq)) is not None and _handle_of(one) is handle:

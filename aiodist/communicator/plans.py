@@ -2,8 +2,8 @@
 
 A plan starts an operation in a lane of the compiled core, if all ranks share memory; by one native call of a library;
 by one call that queues on a device; or by a program. Calls with other arguments, such as a list or `out=`, have no
-plan. One rank may use a lane while another one uses a program, for a tensor of a subclass or in another thread, and the
-shapes of an allgather may differ: the lane finds that, and all ranks continue with the program.
+plan. One rank may use a lane while another one uses a program, for a tensor of a subclass or in another thread. The
+shapes of an allgather may also differ. The lane finds both cases, and all ranks continue with the program.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Signature(NamedTuple):
     root: int | None
     impl: str
     device: int = -1
-    """Number of the CUDA device; -1 is the host."""
+    """Number of the CUDA device, or -1 for the host."""
 
 
 class _Form(NamedTuple):
-    """The fields of a plan in the compiled core; see `core_op` in core.h, and `Plan`."""
+    """The fields of a plan in the compiled core. See `core_op` in core.h, and `Plan`."""
 
     kind: Kind
     dtype: int
@@ -90,13 +90,13 @@ async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature
 
 
 async def _planned(p: Primitives, t: Tensor, call: Signature, given: Tensor) -> Any:  # noqa: ANN401
-    """Run the program of a call without `out` on `t`; the result of one in place is the tensor that was given."""
+    """Run the program of a call without `out` on `t`. The result of an operation in place is the given tensor."""
     result = await _general(p, t, None, call)
     return given if result is not None and call.kind in _IN_PLACE else result
 
 
 class NativePlan(NamedTuple):
-    """Plan of an allreduce in place that is one call of a library."""
+    """Plan of an allreduce in place by one call of a library."""
 
     what: Fingerprint
     nbytes: int
@@ -112,7 +112,7 @@ class QueuePlan(NamedTuple):
     implementation: str
     queue: Queue
     stream: Callable[[], torch.cuda.Stream]
-    """Returns the caller's current stream of the device; raises RuntimeError while it captures a graph."""
+    """Returns the caller's current stream of the device. Raises RuntimeError while the stream captures a graph."""
 
 
 class ProgramPlan(NamedTuple):
@@ -131,7 +131,7 @@ class Plans:
     def __init__(
         self, dispatcher: Dispatcher, device: torch.device, queue_of: Callable[[Signature, Repertoire], Queue | None]
     ) -> None:
-        """`queue_of` returns how a device queues such an allreduce in one call; None if it cannot."""
+        """`queue_of` returns the function that queues such an allreduce on a device in one call, or None."""
         self._dispatcher = dispatcher
         self._device = device
         self._queue_of = queue_of
@@ -139,7 +139,7 @@ class Plans:
         self._rank, self._size = dispatcher.transport.rank, dispatcher.transport.size
         self._repertoire = dispatcher.repertoire
         self._plans: dict[Signature, Plan | None] = {}
-        """Plans; None for a signature without one."""
+        """Plans, or None for a signature without one."""
         barrier = Fingerprint("barrier")
         self._barrier = _core.Plan(
             barrier, barrier.kind, None, barrier.word, *_Form(Kind.BARRIER, dtype_code(torch.uint8))
@@ -162,7 +162,7 @@ class Plans:
         op: str | None = None,
         root: int | None = None,
     ) -> Handle[Any] | None:
-        """Issue a collective of `t` by its plan, with the result in `out`, in `t` or in new memory."""
+        """Issue a collective of `t` by a plan, with the result in `out`, in `t` or in new memory."""
         if not isinstance(t, Tensor) or terms.name is not None or not (t.is_cuda or type(t) in _PLAIN):
             return None
         if terms.timeout is not None:
@@ -202,7 +202,7 @@ class Plans:
     def _issue_in_lane(
         self, plan: _core.Plan, call: Signature, t: Tensor, out: Tensor | None, timeout: float | None
     ) -> Handle[Any] | None:
-        """Issue the call in the compiled core; return None if the core does not take it now."""
+        """Issue the call in the compiled core. Return None if the core does not take the call now."""
         issuer, kind, root = self._lanes.core, call.kind, call.root
         if issuer is None:
             return None
@@ -247,7 +247,7 @@ class Plans:
         return self._dispatcher.launch(operation, NativeCall(call, t), plan.nbytes)
 
     def _call_in_background(self, call: Transfer, done: Done) -> None:
-        """Make `call`, and let only the progress thread poll until its end."""
+        """Make `call`, and let only the progress thread poll until the end of the call."""
         progress = self._dispatcher.progress
         progress.add_large(1)
 
@@ -258,7 +258,7 @@ class Plans:
         call(ended)
 
     def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
-        """Queue one call on a device; the ranks compare meanwhile."""
+        """Queue one call on a device, while the ranks compare."""
         if self._dispatcher.lifetime.issuing is not None:
             self._dispatcher.check_on_loop("an operation on CUDA tensors")
         stream = plan.stream()
@@ -270,7 +270,7 @@ class Plans:
             queued = device_error(raised)
         else:
             operation.set_fence(queued)
-        operation.admit()  # its launch cannot be recalled
+        operation.admit()  # the launch cannot be recalled
         return self._dispatcher.launch(operation, self._queued(plan, t, queued, operation))
 
     @staticmethod
@@ -306,7 +306,7 @@ class Plans:
         return room, [block.view(t.shape) for block in room.view(-1).split(t.numel())]
 
     def _takes(self, kind: str, t: Tensor, out: Tensor) -> bool:
-        """Return True if `out` can hold the result without change; the general checks report its errors."""
+        """Return True if `out` can hold the result without change. The general checks report errors of `out`."""
         if type(out) not in _PLAIN or out.dtype is not t.dtype or not out.is_cpu or not _dense(out):
             return False
         if out.shape != self._shape(kind, t.shape):
@@ -317,7 +317,7 @@ class Plans:
     # --- plans ----------------------------------------------------------------------------------------------
 
     def _plan(self, call: Signature, t: Tensor) -> Plan | None:
-        """Make and keep the plan of the calls with this signature; return None if they have none."""
+        """Make and keep the plan of the calls with this signature. Return None without a plan."""
         self._repertoire.check(call.impl)
         numel, ranks = call.shape.numel(), self._size
         if not numel or call.dtype not in SUPPORTED or (call.kind in REDUCTIONS and call.op not in _OPS):
@@ -363,7 +363,7 @@ class Plans:
         return in_lane
 
     def _plan_outside(self, call: Signature, op: ReduceOp | None, t: Tensor) -> Plan | None:
-        """Return the plan of a call outside the lanes; None if its device has none."""
+        """Return the plan of a call outside the lanes, or None if the device has none."""
         kind, numel = call.dtype, call.shape.numel()
         what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl)
         if call.device >= 0:
@@ -384,7 +384,7 @@ class Plans:
         kind, repertoire = call.kind, self._repertoire
         if kind == "allgather" and call.impl == "auto":  # ranks do not know the sizes of one another
             return repertoire.every(kind) == {"shm"}
-        if kind == "alltoall_single":  # the table has no row of it
+        if kind == "alltoall_single":  # the table has no row of this kind
             return call.impl in ("auto", "shm")
         return repertoire.pick(Wanted(kind, call.dtype, op, call.shape.numel()), call.impl).name == "shm"
 
@@ -436,7 +436,7 @@ def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
 
 
 def _dense(t: Tensor) -> bool:
-    """Return True if the memory of `t` holds all its elements in order, without conjugation or negation.
+    """Return True if the memory of `t` holds all elements in order, without conjugation or negation.
 
     A program may have shrunk the storage.
     """

@@ -51,15 +51,15 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Reduce `t` elementwise over all ranks, in place.
 
-        Every rank calls it with the same shape, dtype and `op`. Integer tensors wrap around. 16-bit floats are summed
-        in float32 and rounded once.
+        Every rank makes this call with the same shape, dtype and `op`. Integer tensors wrap around. 16-bit floats are
+        summed in float32 and rounded once.
 
         Args:
             t: a tensor; a number, which gives a number; or a list of tensors, each reduced by itself in one operation.
             op: "sum", "mean" (or "avg"), "prod" (or "product"), "min", "max", "band", "bor" or "bxor".
-            out: a tensor for the result, with as many elements as `t`; `t` is then not changed.
-            across: True reduces over the list `t` too, so each tensor of it becomes the total. The tensors have one
-                shape and dtype, and are all on the CPU, or each on a CUDA device of its own.
+            out: a tensor for the result, with as many elements as `t`. `t` is then not changed.
+            across: True reduces over the list `t` too, so each tensor of the list becomes the total. The tensors have
+                one shape and dtype, all on the CPU or each on a separate CUDA device.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
             impl: the name of an implementation; "auto" chooses by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
@@ -110,7 +110,7 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Reduce `t` elementwise over ranks 0 to this one, in place.
 
-        `t` and the result have one shape, the same on all ranks; `op`, `out`, lists and errors are those of
+        `t` and the result have one shape, the same on all ranks. `op`, `out`, lists and errors are those of
         `allreduce`. Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis,
         Steele 1986, DOI 10.1145/7902.7903.
         """
@@ -128,9 +128,9 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Data]:
-        """Reduce `t` elementwise over the ranks before this one, in place; on rank 0 `t` is not changed.
+        """Reduce `t` elementwise over the ranks before this one, in place. On rank 0 `t` is not changed.
 
-        `t` and the result have one shape, the same on all ranks; `op`, `out`, lists and errors are those of
+        `t` and the result have one shape, the same on all ranks. `op`, `out`, lists and errors are those of
         `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
         """
         return self._reduction("exscan", t, op, out, Terms(timeout, impl, name))
@@ -149,7 +149,7 @@ class Reductions(Base):
     ) -> Handle[Any]:
         """Reduce `t` elementwise over all ranks, in place on `root`.
 
-        Every rank calls it with the same shape, dtype, `op` and `root`. On the other ranks `t` is not changed.
+        Every rank makes this call with the same shape, dtype, `op` and `root`. On the other ranks `t` is not changed.
 
         Args:
             t: a tensor, a number, or a list of tensors, as in `allreduce`.
@@ -199,17 +199,17 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Reduce `t` elementwise over all ranks, and return this rank's block of the result.
+        """Reduce `t` elementwise over all ranks, with this rank's block of the result.
 
-        Every rank calls it with a `t` of the same shape `(rows, ...)`, which is not changed unless `out` is a part of
-        it. The blocks are cut along dim 0; if the rows do not divide evenly, the first ranks get one row more.
+        Every rank makes this call with a `t` of the same shape `(rows, ...)`, which is not changed unless `out` is a
+        part of `t`. The blocks are cut along dim 0; if the rows do not divide evenly, the first ranks get one row more.
 
         Args:
             t: a tensor, or a list of tensors, each reduced by itself in one operation.
             op: the operator, as in `allreduce`.
-            sizes: number of elements for each rank, the same list on every rank; `t` is then cut flat, and the result
-                has shape `(sizes[rank],)`.
-            out: a tensor for the result; it may be `t`, whose first elements it then takes, or any part of `t`.
+            sizes: number of elements for each rank, the same list on every rank. `t` is then cut flat into results of
+                shape `(sizes[rank],)`.
+            out: a tensor for the result. `out` may be `t`, with the block in the first elements, or any part of `t`.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
             impl: the name of an implementation; "auto" chooses by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
@@ -253,15 +253,15 @@ class Reductions(Base):
     def request_stop(self) -> None:
         """Ask all ranks of the world to stop together, as a signal does with `init(stop_on_signal=True)`.
 
-        Local, from any thread; it cannot be taken back. The other ranks learn of it in their next `stopping()`, or by
-        `stop_requested` of a `DataParallel` after its next step.
+        Local, from any thread. The request cannot be taken back. The other ranks learn of the request in their next
+        `stopping()`, or by `stop_requested` of a `DataParallel` after the next step.
         """
         self._registry.stop_requested = True
 
     def stopping(self, *, timeout: float | None = None) -> Handle[bool]:
         """Return True if any rank was asked to stop, the same on every rank: `while not await coll.stopping():`.
 
-        Every rank calls it. Cost: an allreduce of one byte.
+        Every rank makes this call. Cost: an allreduce of one byte.
         """
         terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested], device="cpu")
         program = prepare(_stopping, self._primitives(terms), said)
@@ -278,7 +278,7 @@ class Reductions(Base):
         terms: Terms,
         root: int | None = None,
     ) -> Handle[Any]:
-        """Reduce a tensor, a number or a list; with a `root`, only that rank gets the result."""
+        """Reduce a tensor, a number or a list. With a `root`, only that rank gets the result."""
         mine = root in (None, self.rank)
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
@@ -324,7 +324,7 @@ class Reductions(Base):
 
 
 def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
-    """Return `op` as a ReduceOp; raise where the dtype of one of `ts` does not go with it."""
+    """Return `op` as a ReduceOp, or raise if `op` does not take the dtype of one of `ts`."""
     for t in ts:
         check_op(op, t.dtype)
     return ReduceOp(op)

@@ -1,4 +1,4 @@
-"""The registry of one world: makes communicators from one another, and keeps what they share."""
+"""The registry of one world: makes communicators from one another, with their common resources."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OpenBlock(Protocol):
         """End the world in order."""
 
     async def was_forgotten(self) -> bool:
-        """Return True if the program has not closed it before the end of the loop or the process."""
+        """Return True if the program has not closed the world before the end of the loop or the process."""
 
     def follow(self, registry: Any) -> None:  # noqa: ANN401
         """Use `registry`, which has the next generation of the world."""
@@ -89,16 +89,16 @@ class Registry(Generic[C]):
         sharing: Sequence[Sequence[int]] = (),
         generation: Generation | None = None,
     ) -> None:
-        """`near` are the ranks of this host that share memory with this one; `alone` is the reason if there are none.
+        """`near` are the ranks of this host that share memory with this one. `alone` is the reason if there are none.
 
-        `sharing` are all groups of ranks that share memory; a rank in none of them shares none.
+        `sharing` are all groups of ranks that share memory. A rank outside the groups shares no memory.
         """
         self._channel = channel
         self._make = make
         self.generation = generation or Generation(0, (None,) * channel.size)
-        """Generation of this world; the first one if it is not elastic."""
+        """Generation of this world, 0 without an elastic job."""
         self.elastic: ElasticJob | None = None
-        """Transition to the next generation; None if the world is not elastic."""
+        """Transition to the next generation, or None if the world is not elastic."""
         self.resources = Resources(near, alone, sharing)
         self.members: OpenCommunicators[C] = OpenCommunicators(self.resources)
         self._edits: dict[str, list[Edit]] = {}
@@ -106,13 +106,16 @@ class Registry(Generic[C]):
         self._timeout = timeout
         self._drain_seconds = drain_seconds
         self.kept: OpenBlock | None = None
-        """The world of `aiodist.open`, which a close of the world ends; None else."""
+        """The world of `aiodist.open`, which a close of the world ends, or None."""
         self.portal: BlockingPortal | None = None
-        """Portal to the loop's thread, if `aiodist.start` opened the world; threads may then use all communicators."""
+        """Portal to the loop's thread, if `aiodist.start` opened the world. Threads may then use all communicators."""
         self.stop_requested = False
-        """True if this rank was asked to stop, and asks all others; any thread may set it, and it is never cleared."""
+        """True if this rank was asked to stop and asks all others.
+
+        Any thread may set the flag. The flag is never cleared.
+        """
         self.waited: dict[str, WaitingCall] = {}
-        """Waits of the ranks, by communicator, if they are measured."""
+        """Waits of the ranks, by communicator, if measured."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +131,7 @@ class Registry(Generic[C]):
         self._channel.fail(why)
 
     def world(self, transport: Transport, topology: Topology, *, thread: bool = False) -> C:
-        """Return the first communicator, over all ranks; `thread`: other threads may use it too."""
+        """Return the first communicator, over all ranks. True for `thread` allows calls of other threads."""
         if topology.devices:
             self.resources.accelerator = Accelerator(
                 self.resources.progress,
@@ -168,7 +171,7 @@ class Registry(Generic[C]):
     # --- generations -----------------------------------------------------------------------------------------
 
     def regroup(self, comm: C, joiners: int, timeout: float | None) -> Handle[C]:
-        """Return the handle of the next generation's world; raise ConfigError if this one is not elastic."""
+        """Return the handle of the next generation's world, or raise ConfigError if this one is not elastic."""
         if self.elastic is None:
             how = "expected aiodist.init(elastic=True) under aiodist run --elastic MIN:MAX"
             raise ConfigError(f"communicator {comm.name!r} is not elastic: {how}")
@@ -177,13 +180,13 @@ class Registry(Generic[C]):
     # --- the selector ----------------------------------------------------------------------------------------
 
     def edit(self, comm: C, edit: Edit) -> Handle[None]:
-        """Edit the tables of `comm` and of its descendants; return the handle of the comparison."""
+        """Edit the tables of `comm` and of its descendants. Return the handle of the comparison."""
         handle = upkeep_of(comm).compare_edit(edit)
         upkeep_of(comm).apply_edits([edit])
         self._edits.setdefault(comm.name, []).append(edit)
         for member in [c for c in self.members.open if c.name.startswith(f"{comm.name}/")]:
             self._edits.setdefault(member.name, []).append(edit)
-            with suppress(AiodistError):  # it was aborted
+            with suppress(AiodistError):  # the member was aborted
                 upkeep_of(member).compare_edit(edit)
             upkeep_of(member).apply_edits([edit])
         return handle
@@ -193,7 +196,7 @@ class Registry(Generic[C]):
     def derive(self, parent: C, kind: str, ranks: Sequence[int], *, thread: bool = False) -> Handle[C]:
         """Return the handle of a communicator among `ranks` of `parent`, the same list on all ranks of `parent`.
 
-        `thread`: other threads of this rank may use it too; ranks may choose this differently.
+        True for `thread` allows calls of other threads of this rank. Ranks may choose this differently.
         """
         agreed = parent.allgather(torch.tensor([kind == "dup", *ranks], device="cpu"))
         name = self.next_name(parent, kind)
@@ -238,7 +241,7 @@ class Registry(Generic[C]):
         operation.set_late(partial(internals.late_ranks, agreed))
         dispatcher.set_deadline(handle, None)
         origin = made_by_program(handle.origin)
-        # Messages are not awaited: the other rank may send or receive one only after it has made this communicator.
+        # Messages are not awaited: the other rank may send or receive one only after the making of this communicator.
         earlier = [
             pending for pending in dispatcher.lifetime.pending_collectives() if not internals.is_detached(pending)
         ]
@@ -246,14 +249,14 @@ class Registry(Generic[C]):
         async def make() -> None:
             try:
                 while internals.is_pending(agreed):
-                    with suppress(OperationTimeout):  # `handle` has the same deadline, and reports it
+                    with suppress(OperationTimeout):  # `handle` has the same deadline, with a report
                         await agreed
                 table = agreed.result()
                 if earlier:
                     await all_over(earlier, dispatcher.progress.loop)
                 try:
                     made = await join(table)
-                except BackendError as error:  # it may follow from the loss of a rank
+                except BackendError as error:  # the error may follow from the loss of a rank
                     raise await dispatcher.failures.cause(error) from error.__cause__
                 self.members.note_origin(made, origin)
                 operation.resolve(made)
@@ -275,7 +278,7 @@ class Registry(Generic[C]):
         def on_done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             dispatcher.lifetime.on_abort.remove(on_abort)
-            if task.cancelled():  # before it began
+            if task.cancelled():  # before the start of the task
                 agreed.detach()
                 fail(asyncio.CancelledError())
 
@@ -284,14 +287,14 @@ class Registry(Generic[C]):
         return handle
 
     def next_name(self, parent: C, kind: str) -> str:
-        """Return a name for a descendant of `parent`; equal on all ranks, which make them in the same order."""
+        """Return a name for a descendant of `parent`, equal on all ranks if the order of descendants is equal."""
         number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
         name = f"{parent.name}/{kind}{number}"
         self._edits_before[name] = len(self._edits.get(parent.name, ()))
         return name
 
     async def among(self, parent: C, name: str, ranks: Sequence[int]) -> C:
-        """Return a communicator of `ranks` of `parent` that other threads may use; only these ranks call it.
+        """Return a communicator of `ranks` of `parent` that other threads may use. Only these ranks call it.
 
         All give the same `name`, which is unique below `parent`.
         """
@@ -309,7 +312,7 @@ class Registry(Generic[C]):
         *,
         thread: bool = False,
     ) -> C:
-        """Return the communicator among `ranks` of `parent`; a `shared` one is made once. See `Base.levels`."""
+        """Return the communicator among `ranks` of `parent`. A `shared` one is made once. See `Base.levels`."""
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
         key = (parent.name, ranks, levels)
@@ -323,7 +326,7 @@ class Registry(Generic[C]):
         table = parts_of(parent).repertoire.table
         made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table, thread=thread)
         parts_of(made).dispatcher.large_bytes = table.limits["large_bytes"]
-        # Edits since the call that makes it: on other ranks it may have existed before them.
+        # Edits since the call: on other ranks the communicator may have existed before these edits.
         for edit in self._edits.get(parent.name, [])[before:]:
             self._edits.setdefault(made.name, []).append(edit)
             upkeep_of(made).compare_edit(edit)
@@ -340,10 +343,10 @@ class Registry(Generic[C]):
     # --- closing -----------------------------------------------------------------------------------------------
 
     async def close(self, communicator: C) -> None:
-        """Close `communicator` and, before it, all that was made from it, within `drain_seconds` in all.
+        """Close the descendants of `communicator`, then `communicator`, within `drain_seconds` in all.
 
-        Waits for communicators that another task closes. Raises `OperationTimeout` with the pending operations of a
-        communicator that is not closed in time, and aborts it.
+        Waits for communicators that another task closes. A communicator that is not closed in time raises
+        `OperationTimeout` with its pending operations, and is aborted.
         """
         refusal = parts_of(communicator).dispatcher.lifetime.refusal
         if isinstance(refusal, RuntimeError):  # a forked child, which owns nothing
@@ -371,7 +374,7 @@ class Registry(Generic[C]):
 
 
 def _issued_as(name: str) -> str:
-    """Return the name of the call that makes the communicator; a hierarchy makes several communicators.
+    """Return the name of the call that makes the communicator. A hierarchy makes several communicators.
 
     >>> _issued_as("world/dup1.0/hierarchy1.intra2")
     'world/dup1.0/hierarchy1'

@@ -1,4 +1,4 @@
-"""The memory and the CUDA devices of one rank, which its communicators share."""
+"""The memory and the CUDA devices that the communicators of a rank share."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class Resources:
-    """Shared memory and CUDA devices; makes the parts of a communicator that use them."""
+    """Shared memory and CUDA devices. Makes the parts of a communicator on memory and devices."""
 
     def __init__(self, near: Neighbourhood | None, alone: str, sharing: Sequence[Sequence[int]]) -> None:
-        """`sharing` has all groups of ranks that share memory; a rank in no group shares it with no other rank."""
+        """`sharing` has all groups of ranks that share memory. A rank outside the groups shares no memory."""
         self.progress = Progress.current()
         self.near = near
-        """The ranks of this host, and the memory of this rank that they can map."""
+        """The ranks of this host, with the memory of this rank for them."""
         self.lanes = Lanes(self.progress, near) if near is not None else None
         self.alone = alone
         """Reason why no other rank shares memory with this one."""
         self.accelerator: Accelerator | None = None
-        """CUDA devices and their libraries; None if no rank has a device."""
+        """CUDA devices with libraries, or None if no rank has a device."""
         self._sharing = sharing
 
     def repertoire(
@@ -45,7 +45,7 @@ class Resources:
         return Repertoire(transport, table, hosts=hosts, within=within, alone=self.alone, cuda=cuda)
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
-        """Return the collectives among those of `ranks` that share memory; None if this rank is the only one."""
+        """Return the collectives among those of `ranks` that share memory, or None if this rank is the only one."""
         if self.near is None or self.lanes is None:
             return None
         here = [rank for rank in ranks if rank in self.near.members]
@@ -62,7 +62,7 @@ class Resources:
         on_differ: Callable[[CommunicatorOperation], None],
         broken: Callable[[BaseException], None],
     ) -> Agreement:
-        """Return the agreement of a communicator of these world ranks; those `within` share memory."""
+        """Return the agreement of a communicator of these world ranks. The ranks `within` share memory."""
         leaders = self._leaders(ranks)
         several = len(leaders) > 1
         between = Dissemination(transport, leaders, broken) if several and transport.rank in leaders else None

@@ -1,4 +1,4 @@
-"""The end of an operation: release of its bytes, and its outcome. Only this module ends operations."""
+"""The end of an operation: release of bytes, then the outcome. Only this module ends operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiodist.handles.kernel import Program, ours, run
 
 
 class Settlement:
-    """Runs and ends the operations of one communicator; the transport lock is held, unless a method says otherwise."""
+    """Runs and ends the operations of one communicator. The transport lock is held, unless a method says otherwise."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Settlement:
     ) -> None:
         """`place` is the name of the communicator and this rank's number there.
 
-        `ends_alone` returns True if an error ends the operation now; else the verdict of the ranks ends it later.
+        `ends_alone` returns True if an error ends the operation now, or False if the verdict of the ranks will.
         `threads` is True if threads other than the loop's may issue.
         """
         self._place = place
@@ -41,7 +41,7 @@ class Settlement:
         self._threads = threads
 
     def run(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
-        """Run the program of a collective, or make its call of a library, when the ranks agree."""
+        """Run the program of a collective, or make the call of a library, when the ranks agree."""
         if isinstance(work, NativeCall):
             operation.admitted.wait(partial(self._call, operation, work))
         else:
@@ -66,16 +66,16 @@ class Settlement:
             self.drained(operation)
             if not operation.stopped:
                 self.end(operation, result, None)
-        else:  # first the statement about the failure: it says that the library is in an unknown state
+        else:  # first the statement about the failure, which says that the library is in an unknown state
             self.finished(operation, None, error)
             self.drained(operation)
 
     def run_message(self, operation: CommunicatorOperation, program: Program[None]) -> None:
-        """Run the program of a message to its end; the ranks compare nothing."""
+        """Run the program of a message to its end, without a comparison."""
         run(program, partial(self.finished, operation), partial(self.drained, operation))
 
     def finished(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """Take the result or the error; an error may come before the bytes are drained."""
+        """Take the result or the error. An error may come before the drain of the bytes."""
         if operation.stopped and error is None:  # zeros of other ranks may have completed the operation
             return
         if error is None and operation.convert is not None and operation.handle is not None:
@@ -99,18 +99,18 @@ class Settlement:
             self.end(operation, None, operation.verdict)
 
     def complete(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """Drain and finish an operation that is a single transfer."""
+        """Drain and finish an operation of a single transfer."""
         self.drained(operation)
         self.finished(operation, result, error)
 
     def settle(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """End an operation; the end of a failed collective waits for the verdict of the ranks."""
+        """End an operation. The end of a failed collective waits for the verdict of the ranks."""
         operation.error = error
         if error is None or self._ends_alone(operation, error):
             self.end(operation, result, error)
 
     def end(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """Remove an operation from the table, and settle its handle."""
+        """Remove an operation from the table, and settle the handle."""
         if operation.state is State.DONE:
             return
         handle, error = operation.handle, operation.verdict or error
