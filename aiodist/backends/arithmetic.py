@@ -53,11 +53,11 @@ COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
     ReduceOp.BOR: Tensor.bitwise_or_,
     ReduceOp.BXOR: Tensor.bitwise_xor_,
 }
-"""Functions that combine the second tensor into the first; a mean is a sum that is divided later."""
+"""Functions that combine the second tensor into the first. A mean is a sum with a later division."""
 
 
 def check_op(op: str, kind: torch.dtype) -> ReduceOp:
-    """Return `op` as a ReduceOp; raise ValueError for an unknown one, TypeError if it does not take `kind`."""
+    """Return `op` as a ReduceOp, or raise ValueError for an unknown one, TypeError for a wrong `kind`."""
     try:
         known = ReduceOp(op)
     except ValueError:
@@ -74,7 +74,7 @@ def writable(t: Tensor) -> AbstractContextManager[object]:
 
 
 def copy(into: Tensor, t: Tensor) -> None:
-    """Copy `t` to `into`; autograd does not record it."""
+    """Copy `t` to `into`. Autograd does not record the write."""
     with writable(into):
         into.detach().copy_(t.detach())
 
@@ -108,7 +108,7 @@ def to_wire(t: Tensor) -> Tensor:
 
 
 def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
-    """Write the reduced `wire` into `t`, unless it is a view of `t`; a mean is divided first."""
+    """Write the reduced `wire` into `t`, unless `wire` is a view of `t`, after the division of a mean."""
     if op is ReduceOp.MEAN:
         divide(wire, ranks)
     if wire.data_ptr() != t.data_ptr():

@@ -4,9 +4,9 @@ A *transport* is one communicator's share of a backend. A transport moves whole 
 uses transports. Native collectives of a library are a second protocol, which is optional.
 
 A method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`) and does not
-block. It calls `done(error)` exactly once, also under the lock, possibly before it returns; it does not raise if the
-network or another rank fails. The caller keeps the tensors alive until then. An exception of a method is the error of
-that transfer alone: callers use `guarded`.
+block. The method calls `done(error)` exactly once, also under the lock, possibly before the return. A failure of the
+network or of another rank raises nothing. The caller keeps the tensors alive until then. An exception of a method is
+the error of that transfer alone: callers use `guarded`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def number_of_use(name: int, count: int) -> int:
 
 
 def name_in(number: int) -> int:
-    """Return the number of the name from the number of an operation; the result is negative without a name."""
+    """Return the number of the name from the number of an operation. The result is negative without a name."""
     return (number - NAMED) // _MOST_USES
 
 
@@ -72,7 +72,7 @@ class Refused(Exception):
 
 
 def guarded(call: Callable[[Done], object], done: Done) -> None:
-    """Make `call(done)`, and pass its exception to `done`, which is called at most once.
+    """Make `call(done)`, and pass an exception of the call to `done`, at most once.
 
     Raises an exception that comes after `done` was called, possibly by `done` itself.
     """
@@ -222,12 +222,12 @@ class Primitive:
     kind: str
     t: Tensor
     out: Tensor = None  # type: ignore[assignment]
-    """The result; defaults to `t`."""
+    """The result, by default `t`."""
     _: KW_ONLY
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     counts: Sequence[int] = ()
-    """Elements of each block; of an alltoall, of each block sent."""
+    """Elements of each block, for an alltoall of each sent block."""
     received: Sequence[int] = ()
     """Elements of each block received by an alltoall."""
 
@@ -253,7 +253,7 @@ class Exchange(Primitive):
     def __init__(
         self, like: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Each transfer is (rank, tensor); empty ones are skipped. `like` is on the device of the tensors."""
+        """Each transfer is (rank, tensor). Empty ones are skipped. `like` is on the device of the tensors."""
         super().__init__("exchange", like)
         self.sends = [(rank, t) for rank, t in sends if t.numel()]
         self.receives = [(rank, t) for rank, t in receives if t.numel()]
@@ -264,12 +264,12 @@ class Capabilities:
     """Features of a transport."""
 
     short_receives: bool
-    """A receive may be longer than its message."""
+    """A receive may be longer than the message."""
     devices: frozenset[str] = frozenset({"cpu"})
     overruns: bool = False
-    """A message longer than its receive may crash the library."""
+    """A message longer than the receive may crash the library."""
     kept_from: int | None = None
-    """Smallest send to another rank, in bytes, that completes only after its receive was posted; None if unknown."""
+    """Smallest send to another rank, in bytes, that completes only after its receive was posted, or None if unknown."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
     """(data, dst, tag): sends a few bytes, in order with `isend`. Returns False if the bytes would have to wait."""
 
@@ -278,11 +278,14 @@ class Native(Protocol):
     """Non-blocking collectives of a library, or of memory that all ranks map."""
 
     finishes: bool
-    """True if allreduce and reduce_scatter take 16-bit floats and means directly, and round once."""
+    """True if allreduce and reduce_scatter take 16-bit floats and means directly with one rounding."""
     in_order: bool
     """True if operations match by the order of the calls alone, not by their keys."""
     recallable: bool
-    """True if an operation that a rank refuses ends on all ranks, with `Refused`; else ranks that began it hang."""
+    """True if an operation that a rank refuses ends on all ranks with `Refused`.
+
+    False if the ranks that have begun hang.
+    """
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True if the library has this operation."""
@@ -306,16 +309,16 @@ class Transport(Protocol):
         """Return the features of the transport."""
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send all of `t`; done when `t` may be reused. Messages of equal (src, dst, tag) keep their order."""
+        """Send all of `t`. Done when `t` may be reused. Messages of equal (src, dst, tag) keep their order."""
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` from `src`, or from `ANY` source."""
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return a transport among `ranks` of this one, in that order; only these ranks call it.
+        """Return a transport among `ranks` of this one, in that order. Only these ranks call it.
 
-        `name` is the same on all of them and unique in this transport.
+        `name` is the same on all these ranks and unique in this transport.
         """
 
     async def aclose(self, *, drained: bool) -> None:
-        """Release the transport; with `drained`, every rank calls `aclose` and no transfer is in flight. Else abort."""
+        """Release the transport. With `drained`, every rank calls `aclose` and no transfer is in flight. Else abort."""

@@ -12,7 +12,7 @@ HEADER_BYTES: Final = _FORMAT.size
 
 
 class Header(NamedTuple):
-    """Eight words of 64 bits; `kind` decides which of them have a meaning, as in `core/ring.h`.
+    """Eight words of 64 bits. `kind` decides which words have a meaning, as in `core/ring.h`.
 
     |             | `place`                            | `extra`                              |
     |-------------|------------------------------------|--------------------------------------|
@@ -22,12 +22,12 @@ class Header(NamedTuple):
     """
 
     kind: int
-    """Kind of the message; each of the three has its own kinds."""
+    """Kind of the message. Each of the three users has its own kinds."""
     comm: int = 0
-    """Number of the communicator; of the mailbox, the rank that sent."""
+    """Number of the communicator, or for the mailbox the sending rank."""
     tag: int = 0
     number: int = 0
-    """Number of the message at its sender."""
+    """Number of the message at the sender."""
     nbytes: int = 0
     """Bytes of the whole message."""
     place: int = -1
@@ -46,5 +46,5 @@ class Header(NamedTuple):
 
 
 def comm_number(path: str) -> int:
-    """Return the number of the communicator that all its ranks know by `path`."""
+    """Return the number of the communicator with the common name `path`."""
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), signed=True)

@@ -1,4 +1,4 @@
-"""N ranks in one process, as tasks of one event loop: for tests, for learning, and for a rank that is alone."""
+"""N ranks in one process, as tasks of one event loop: for tests, for learning, or for a single rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LocalMessage(UnexpectedMessage):
 class LocalHub:
     """Messages among the ranks of one process, matched and copied with the transport lock held.
 
-    With a `seed`, deliveries wait for the loop. Their order between different pairs of ranks is then drawn, so that one
+    With a `seed`, deliveries wait for the loop. The order between different pairs of ranks is then drawn, so that one
     seed always gives one interleaving. Without a seed each delivery is immediate.
     """
 
@@ -45,7 +45,7 @@ class LocalHub:
         """The loop of all ranks: the progress thread may be the first to send."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
-        """Deliver `message` to the first matching receive, or keep it."""
+        """Deliver `message` to the first matching receive, or keep the message."""
         receive = self.waiting[to].match(message.src, message.tag)
         if receive is not None:
             self.deliver(message, receive)
@@ -53,7 +53,7 @@ class LocalHub:
             self.waiting[to].keep(message)
 
     def abort(self, at: Address) -> None:
-        """End all operations of a rank that leaves, and those of other ranks with that rank; their buffers are free."""
+        """End all operations of and with a rank that leaves. The buffers of these operations are free."""
         comm, rank = at
         gone = _gone(rank, comm)
         own = self.waiting.pop(at, None) or Matching()
@@ -121,7 +121,7 @@ class LocalTransport:
         return Capabilities(short_receives=True, kept_from=0)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`; done when the receiver has copied it."""
+        """Send `t`. Done when the receiver has copied the message."""
         if self._closed:  # the next step of an aborted operation
             done(_gone(self.rank, self._comm))
         else:

@@ -30,24 +30,24 @@ class Matchable(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PostedReceive:
-    """A receive that waits for a message; subclasses add fields."""
+    """A receive that waits for a message. Subclasses add fields."""
 
     src: int
     tag: int
     kind: int = field(default=ANY, kw_only=True)
     order: int = field(default=0, kw_only=True)
-    """Number in the order of issue; 0 before the receive waits."""
+    """Number in the order of issue, or 0 before the receive waits."""
 
 
 @dataclass(eq=False, slots=True)
 class UnexpectedMessage:
-    """A message that came before its receive; subclasses add fields."""
+    """A message that came before its receive. Subclasses add fields."""
 
     src: int
     tag: int
     kind: int = field(default=0, kw_only=True)
     order: int = field(default=0, kw_only=True)
-    """Number in the order of arrival; 0 before the message waits."""
+    """Number in the order of arrival, or 0 before the message waits."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +66,7 @@ T = TypeVar("T", bound=Matchable)
 class Matching(Generic[R, M]):
     """The receives and messages of one communicator on one rank that have not met.
 
-    A receive calls `post`. A message calls `match`, and `keep` if there is no receive. There is a list for each tag,
+    A receive calls `post`. A message calls `match`, then `keep` if there is no receive. There is a list for each tag,
     so the search time does not depend on operations with other tags.
     """
 
@@ -77,12 +77,12 @@ class Matching(Generic[R, M]):
 
     @property
     def receives(self) -> list[R]:
-        """The receives that wait, in order; from any thread."""
+        """The receives that wait, in order (any thread)."""
         return _in_order(self._receives)
 
     @property
     def messages(self) -> list[M]:
-        """The messages that wait, in order; from any thread."""
+        """The messages that wait, in order (any thread)."""
         return _in_order(self._messages)
 
     @property
@@ -95,7 +95,7 @@ class Matching(Generic[R, M]):
         self._numbered = message.order = self._numbered + 1
 
     def post(self, receive: R) -> M | None:
-        """Return the first message that `receive` takes, which no longer waits; else let `receive` wait."""
+        """Remove and return the first message that `receive` takes, or let `receive` wait."""
         tag = receive.tag
         message = _take(self._messages, (tag,) if tag != ANY else tuple(self._messages), receive.src, receive.kind)
         if message is None:
@@ -104,7 +104,7 @@ class Matching(Generic[R, M]):
         return message
 
     def match(self, src: int, tag: int, kind: int = 0) -> R | None:
-        """Return the first receive that takes a message with these fields, which no longer waits."""
+        """Remove and return the first receive that takes a message with these fields."""
         return _take(self._receives, (tag, ANY), src, kind)
 
     def keep(self, message: M) -> None:
@@ -125,16 +125,16 @@ class Matching(Generic[R, M]):
         _remove(self._receives, receive)
 
     def cancel_receives(self, which: Callable[[R], bool] | None = None) -> list[R]:
-        """Remove the receives for which `which` is true, or all receives; return the removed ones in order."""
+        """Remove the receives for which `which` is true, or all receives. Return the removed ones in order."""
         return _cancel(self._receives, which)
 
     def cancel_messages(self, which: Callable[[M], bool] | None = None) -> list[M]:
-        """Remove the messages for which `which` is true, or all messages; return the removed ones in order."""
+        """Remove the messages for which `which` is true, or all messages. Return the removed ones in order."""
         return _cancel(self._messages, which)
 
 
 def _take(table: dict[int, list[T]], tags: Sequence[int], src: int, kind: int) -> T | None:
-    """Remove and return the first entry with this source and kind and one of these tags; `ANY` on either side fits."""
+    """Remove and return the first entry with this source, kind and one of these tags. `ANY` on either side fits."""
     found: T | None = None
     for tag in tags:
         for one in table.get(tag, ()):

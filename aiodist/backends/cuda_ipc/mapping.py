@@ -1,13 +1,13 @@
 """Export and mapping of CUDA memory between processes of one host, by torch's sharing of storages.
 
-[Note: kept memory] Each description has a counter in shared memory, which is 1 until the process that opened it has
-closed the mapping. If a storage dies before, torch neither reuses nor frees its memory until all its counters are 0, so
-a mapping never shows other data. Therefore a description is for one process, which opens it once. A description costs
-an event, an entry in a file, and a wrapper of the memory, as long as the storage lives; the allocator then ignores
-`record_stream` for this storage.
+[Note: kept memory] Each description has a counter in shared memory, which is 1 until the opening process has closed the
+mapping. If a storage dies before, torch neither reuses nor frees the memory until all counters of the storage are 0. So
+a mapping never shows other data. Therefore one process opens a description once. As long as the storage lives, a
+description costs an event, an entry in a file, and a wrapper of the memory. The allocator then ignores `record_stream`
+for this storage.
 
 A process maps the memory on its own device, also if the memory is on another GPU: kernels read and write it across the
-link between them. torch's event is not used: ranks synchronise on the host, and the event of a killed process would
+link between them. torch's event is not used: ranks synchronise on the host, since the event of a killed process would
 never be recorded.
 """
 
@@ -37,7 +37,7 @@ class Mapper:
         """Allocations of other processes with open mappings, by handle."""
 
     def export(self, t: Tensor) -> bytes:
-        """Return a description of the storage of `t` for one rank, which opens it once; raise BackendError on failure.
+        """Return a description of the storage of `t`, which one rank opens once, or raise BackendError on failure.
 
         Costs an event shared by processes, which takes up to 0.1 s in the driver (an H100 in a virtual machine).
         """
@@ -50,7 +50,7 @@ class Mapper:
         return pickle.dumps((this_process(), address_of(storage), uuid, *shared))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
-        """Map the memory of another rank's `export` on `device`; raise BackendError if that fails.
+        """Map the memory of another rank's `export` on `device`. Raise BackendError if that fails.
 
         Costs up to a millisecond for the first storage of an allocation.
         """
@@ -58,7 +58,7 @@ class Mapper:
         if process == this_process():  # CUDA cannot open memory of the same process
             self.discard(description)
             return Own(cdata, device)
-        # torch finds open allocations by the handle alone, and would return the mapping of the first device.
+        # torch finds open allocations by the handle alone, and so would return the mapping of the first device.
         allocation = self._allocations.setdefault(handle, _Allocation(device))
         if allocation.device != device:
             raise BackendError(f"memory of another rank is mapped on {allocation.device}: it cannot be on {device} too")
@@ -73,7 +73,7 @@ class Mapper:
         return Mapped(flat(storage, device), self._idle[device], allocation)
 
     def discard(self, description: bytes) -> None:
-        """Release the description of another rank's `export` without opening it."""
+        """Release the description of another rank's `export` without an opening."""
         *_, counter, slot, _event = pickle.loads(description)
         torch.UntypedStorage._release_ipc_counter(counter, slot)
 
@@ -99,13 +99,13 @@ class Mapped:
         self._idle = idle
 
     def memory(self) -> Tensor:
-        """Return all of its bytes, flat; raise BackendError if it is closed."""
+        """Return all bytes, flat, or raise BackendError after the close."""
         if self._memory is None:
             raise BackendError("memory of another rank is used after its mapping was closed")
         return self._memory
 
     def close(self) -> None:
-        """Close the mapping; no queued work may use it."""
+        """Close the mapping. No queued work may use it."""
         with OnStream(self._idle):  # the destructor waits for the current stream
             self._memory = self._allocation = None
 
@@ -114,7 +114,7 @@ class Own(Mapped):
     """A storage of another rank in this process: a weak reference."""
 
     def __init__(self, cdata: int, device: torch.device) -> None:
-        """`cdata` is the storage's; the rank that lends it holds a weak reference to it."""
+        """`cdata` is that of the storage. The lending rank holds a weak reference to the storage."""
         self._storage = StorageWeakRef(_lent(cdata))
         self._device = device
 
@@ -138,7 +138,7 @@ def address_of(storage: torch.UntypedStorage) -> int:
 
 
 def living(cdata: int) -> torch.UntypedStorage | None:
-    """Return the storage at this address, to which a weak reference exists, or None if it has died."""
+    """Return the storage at this address, to which a weak reference exists, or None for a dead storage."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(cdata)
     return storage  # type: ignore[no-any-return]
 

@@ -1,17 +1,17 @@
-"""CUDA storages that one rank lends to the others of its host, and the mappings of theirs.
+"""CUDA storages that one rank lends to the others of its host. Mappings of storages of the others.
 
-A rank *lends* a storage under a unique number. It announces the storage to the ranks that use it, with a description
-until each of them has acknowledged it, and with the number alone afterwards. A description may take up to a tenth of a
-second in the driver (an H100 in a virtual machine), so only these ranks get one. The rank identifies a storage by
-torch's object, with a weak reference, and not by its address, which another storage may have later. When a storage dies
-or is resized, an announcement lists its number to the ranks that have it. They then close their mapping; until then
-torch keeps the memory: see [Note: kept memory].
+A rank *lends* a storage under a unique number. The rank announces the storage to the using ranks. The announcement has
+a description until the other rank has acknowledged the description, and the number alone afterwards. A description may
+take up to a tenth of a second in the driver (an H100 in a virtual machine), so only these ranks get one. The rank
+identifies a storage by a weak reference to torch's object, not by the address, which another storage may have later.
+When a storage dies or is resized, an announcement has its number for the mapping ranks. These ranks then close the
+mapping. Until then torch keeps the memory: see [Note: kept memory].
 
-[Note: loans] One operation is one *loan*: it announces a tensor to the other ranks, and receives their announcements.
-It ends when these ranks have finished with the tensor, so each of them knows the number by then. A rank declares a
-number dead only when no loan uses it. So messages of several operations may arrive in any order, and no rank receives a
-number after it was declared dead. A failed loan never ends: its memory stays mapped after the close, since kernels that
-use it may still be queued.
+[Note: loans] One operation is one *loan*, which announces a tensor to the other ranks and receives their announcements.
+A loan ends when these ranks have finished with the tensor. So each of them knows the number by then. A rank declares a
+number dead only when no loan uses it. So messages of several operations may arrive in any order. No rank receives a
+number after its declaration as dead. A failed loan never ends. The memory stays mapped after the close, since queued
+kernels may still use the memory.
 
 Everything here runs with the transport lock held.
 """
@@ -45,10 +45,10 @@ _HEAD = struct.Struct("<BBHIqqq")
 """Kind of the frame, dtype, bytes of text, count of dead numbers; then number, offset, elements."""
 
 _KNOWN, _DESCRIBED, _REFUSED = range(3)
-_MOST_DEAD = 8  # dead numbers in one frame; the next one has the rest
+_MOST_DEAD = 8  # dead numbers in one frame, with the rest in the next one
 _DESCRIPTION_BYTES = 400  # torch's have 300
 FRAME_BYTES = 512
-"""Bytes of an announcement: numbers of dead storages, and a description or the reason why there is none."""
+"""Bytes of an announcement: numbers of dead storages, then a description or the reason for a missing one."""
 
 _TOPIC = "cuda_ipc"
 LOOK_SECONDS = 1.0
@@ -76,11 +76,11 @@ class _Lent:
         self.nbytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
         self.descriptions: dict[int, bytes] = {}
-        """Descriptions, by the rank that maps it."""
+        """Descriptions, by mapping rank."""
         self.known: set[int] = set()
-        """Ranks that have acknowledged their description."""
+        """Ranks that have acknowledged a description."""
         self.users = 0
-        """Number of loans that use it."""
+        """Number of loans of the storage."""
         self.forgotten = False
 
     @property
@@ -90,13 +90,13 @@ class _Lent:
         return storage is None or not self.is_all_of(storage)
 
     def is_all_of(self, storage: torch.UntypedStorage) -> bool:
-        """Return True if `storage` has the same memory and size as when it was lent."""
+        """Return True if `storage` still has the memory and size of the loan."""
         return (storage.data_ptr(), storage.nbytes()) == (self.start, self.nbytes)
 
 
 @dataclass(eq=False)
 class _Borrowed:
-    """A storage of another rank, mapped by the first loan that uses it."""
+    """A storage of another rank, mapped by the first loan of that storage."""
 
     _mapper: Mapper
     _description: bytes
@@ -121,10 +121,10 @@ class _Borrowed:
 
 
 class Mappings:
-    """Lent and borrowed storages of one rank; shared by all communicators of the world.
+    """Lent and borrowed storages of one rank, shared by all communicators of the world.
 
-    Ranks are world ranks. Close it before the connection to the ranks is closed: torch warns if a process ends while
-    others have its memory mapped.
+    Ranks are world ranks. Close this object before the connection to the ranks: torch warns if a process ends while
+    others map its memory.
     """
 
     def __init__(self, mapper: Mapper | None = None) -> None:
@@ -132,15 +132,15 @@ class Mappings:
         self._numbers = itertools.count(1)
         self.lent: dict[int, _Lent] = {}  # by torch's object
         self._dead: dict[int, list[int]] = {}  # dead numbers to announce, by rank
-        self.borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
+        self.borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and number
         self._closed = False
         self.borrowers: set[int] = set()
         """Ranks that have got a description from this one."""
         self.lenders: set[int] = set()
-        """Ranks whose descriptions this one has got."""
+        """Ranks whose descriptions have arrived here."""
 
     async def aclose(self) -> None:
-        """Close all mappings that no loan uses; all operations have ended or were aborted."""
+        """Close all mappings that no loan uses. All operations have ended or were aborted."""
         with transport_lock:
             self._closed = True
             for key, borrowed in list(self.borrowed.items()):
@@ -166,7 +166,7 @@ class Mappings:
         lent = self.lent.get(key)  # alive: the weak reference reserves the key
         if lent is None or not lent.is_all_of(storage):
             self._forget_dead()
-            if key in self.lent:  # it was resized while another loan uses its old memory
+            if key in self.lent:  # resized while another loan uses the old memory
                 self._forget(key)
             # The allocator ignores `record_stream` once a storage has a description.
             if t.is_cuda:
@@ -182,7 +182,7 @@ class Mappings:
             self._declare_dead(lent)
 
     def describe(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
-        """Return the description of the storage of `t` for `rank`, made at first use; raise BackendError on failure."""
+        """Return the description of the storage of `t` for `rank`, made at first use, or raise BackendError."""
         if rank not in lent.descriptions:
             lent.descriptions[rank] = self._mapper.export(t)
             self.borrowers.add(rank)
@@ -196,7 +196,7 @@ class Mappings:
         return dead[:_MOST_DEAD]
 
     def collect_dead(self) -> Mapping[int, Sequence[int]]:
-        """Forget all dead storages, and return the numbers to announce to each rank for `release`."""
+        """Forget all dead storages. Return the numbers to announce to each rank for `release`."""
         self._forget_dead()
         dead, self._dead = self._dead, {}
         return dead
@@ -237,7 +237,7 @@ class Mappings:
             self._release(rank, number, borrowed)
 
     def release(self, rank: int, numbers: Sequence[int]) -> None:
-        """Close the mappings of dead storages of `rank`, as soon as no loan uses them."""
+        """Close the mappings of dead storages of `rank` as soon as no loan uses these mappings."""
         for number in numbers:
             borrowed = self.borrowed.get((rank, number))
             if borrowed is not None:
@@ -251,10 +251,10 @@ class Mappings:
 
 
 class Loan:
-    """Storages that one operation lends and borrows; see [Note: loans]."""
+    """Storages that one operation lends and borrows (see [Note: loans])."""
 
     def __init__(self, mappings: Mappings, t: Tensor) -> None:
-        """`t` is the tensor to lend; if the operation only borrows, `t` has the dtype and the device."""
+        """`t` is the tensor to lend, or has the dtype and the device of a borrowed one."""
         self._mappings = mappings
         self._t = t
         self._lent: _Lent | None = None
@@ -278,7 +278,7 @@ class Loan:
         return _frame(_REFUSED, t.dtype, (0, 0, 0), (), str(failure).encode()[: FRAME_BYTES - _HEAD.size])
 
     def _describe(self, rank: int) -> tuple[_Lent, bytes | None]:
-        """Return my lent storage, and its description for `rank`; None if `rank` has acknowledged it."""
+        """Return my lent storage, with a description for `rank`, or None after the acknowledgement of `rank`."""
         if self._lent is None:
             self._lent = self._mappings.lend(self._t)
         if rank in self._lent.known:
@@ -292,7 +292,7 @@ class Loan:
     def receive(self, rank: int, frame: bytearray, numel: int) -> None:
         """Borrow the tensor that `rank` announces, which must have `numel` elements.
 
-        Raises BackendError if `rank` failed, MismatchError if its tensor differs.
+        Raises BackendError if `rank` failed, MismatchError for a different tensor.
         """
         state, kind, length, dead, number, offset, announced = _HEAD.unpack_from(frame)
         start = _HEAD.size + 8 * dead
@@ -309,7 +309,7 @@ class Loan:
             )
 
     def tensor(self, rank: int) -> Tensor:
-        """Return the tensor that `rank` has lent, flat; raise BackendError if it cannot be mapped."""
+        """Return the tensor that `rank` has lent, flat, or raise BackendError if the mapping fails."""
         announced = self._announced[rank]
         memory = self._borrowed[rank].memory(self._t.device)
         size = announced.numel * self._t.dtype.itemsize
@@ -318,8 +318,8 @@ class Loan:
     def release(self) -> None:
         """Close the mappings of storages that were declared dead, which waits for the device.
 
-        Call it when no work is queued, and after new storages are mapped: an allocation stays mapped as long as one of
-        its storages is.
+        Call this when no work is queued, and after the mapping of new storages: an allocation stays mapped as long as
+        one of its storages is.
         """
         for rank, announced in self._announced.items():
             if announced.dead:
@@ -347,10 +347,10 @@ def _frame(state: int, kind: torch.dtype, where: tuple[int, int, int], dead: Seq
 
 
 class ReleaseNotices(Quiet):
-    """Sends the numbers of dead storages to the ranks that have them mapped, once a second.
+    """Sends the numbers of dead storages to the mapping ranks, once a second.
 
     So memory is freed also if no operation follows. The notices use the control channel. A number is declared dead only
-    after all its announcements have arrived, so a notice never arrives before an announcement.
+    after the arrival of all its announcements. So a notice never arrives before an announcement.
     """
 
     def __init__(self, mappings: Mappings, progress: Progress, channel: Channel) -> None:
@@ -370,14 +370,14 @@ class ReleaseNotices(Quiet):
             self._channel.send(rank, _TOPIC, numbers)
 
     def _received(self, rank: int, numbers: Sequence[int] | None) -> None:
-        """Close the mappings of dead storages; None means that `rank` has closed all; on the channel's thread."""
+        """Close the mappings of dead storages, or of all storages of `rank` for None (channel's thread)."""
         if numbers is None:
             self._parted.add(rank)
         else:
             self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
 
     async def aclose(self) -> None:
-        """Stop the notices, and close everything, the mappings of the borrowers first.
+        """Stop the notices, then close everything, the mappings of the borrowers first.
 
         torch frees memory that is still mapped elsewhere at the end of the process. This is too late for CUDA, which
         ends the process with SIGABRT if several streams have used that memory.

@@ -1,13 +1,13 @@
-"""torch's gloo: its process groups, created over the control channel, and `BackendError` for its errors.
+"""torch's gloo: process groups, created over the control channel, and `BackendError` for errors.
 
-[Note: gloo] Properties of torch 2.13's gloo, and the consequences:
+[Note: gloo] Properties of torch 2.13's gloo, with the consequences:
 
-- Only `Work.wait()` detects the end of a send or receive: `is_completed()` stays False, there is no future, and
-  `abort()` ends no wait. A wait that times out closes every connection of its group, so that all other waits raise:
-  `abort_group` uses this.
+- Only `Work.wait()` detects the end of a send or receive: `is_completed()` stays False. There is no future. `abort()`
+  ends no wait. A wait that times out closes every connection of its group, so that all other waits raise: `abort_group`
+  uses this.
 - A receive from any source detects neither dead peers nor closed connections.
-- A message longer than its receive ends the *process* (`std::terminate` in gloo's thread), and so does a collective
-  with different sizes on the ranks.
+- A message longer than its receive ends the *process* (`std::terminate` in gloo's thread). A collective with different
+  sizes on the ranks does the same.
 - A collective's future calls back from gloo's own thread, before `is_completed()` is True.
 - A thread that returns from gloo during the exit of the interpreter ends the process (SIGABRT): `atexit` closes open
   groups.
@@ -52,7 +52,7 @@ FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
 
 
 def abort_group(group: ProcessGroup, others: Iterable[int]) -> None:
-    """Close the connections of `group` by a wait that times out. It blocks for milliseconds."""
+    """Close the connections of `group` by a wait that times out. The call blocks for milliseconds."""
     for rank in others:
         with suppress(RuntimeError):
             group.recv([empty(1)], rank, _NEVER).wait(timedelta(milliseconds=1))
@@ -70,14 +70,14 @@ def pieces(flat: Tensor) -> list[Tensor]:
 
 
 def backend_error(error: Exception, what: str = "") -> BackendError:
-    """Return a `BackendError` with `what` and gloo's text without torch's stack, and torch's error as its cause."""
+    """Return a `BackendError` with `what` and gloo's text without torch's stack. The cause is torch's error."""
     wrapped = BackendError(f"gloo: {what}{str(error).partition(chr(10) + 'Exception raised from')[0]}")
-    wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
+    wrapped.__cause__ = error.with_traceback(None)  # the frames of the error hold tensors and connections
     return wrapped
 
 
 class _ChannelStore(Store):
-    """Store for gloo's connection setup over the control channel; gloo calls it in a thread."""
+    """Store for gloo's connection setup over the control channel. Gloo makes the call in a thread."""
 
     def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _ChannelStore(Store):
             self.get(key)
 
     def abort(self) -> None:
-        """Make the waiting call raise; on the loop's thread."""
+        """Make the waiting call raise (loop's thread)."""
         self._aborted = True
         if self._asking is not None:
             self._asking.cancel()
@@ -119,14 +119,14 @@ class GlooRendezvous:
     """Creates process groups over the control channel."""
 
     def __init__(self, channel: Channel, *, one_host: bool) -> None:
-        """`one_host`: all ranks are on one host, so that they can use the loopback interface."""
+        """True for `one_host` uses the loopback interface, for ranks on one host."""
         self._channel = channel
         self._one_host = one_host
         self.devices: list[Any] = []
         self.rank = channel.rank
 
     async def group(self, name: str, rank: int, size: int) -> ProcessGroup:
-        """Return the process group `name`; all its ranks create it at the same time."""
+        """Return the process group `name`, which all its ranks create at the same time."""
         if not self.devices:
             self.devices = [await in_thread(partial(_device, self._one_host, self._channel.source))]
         store = _ChannelStore(self._channel, asyncio.get_running_loop())
@@ -141,7 +141,7 @@ class GlooRendezvous:
             raise backend_error(error) from error
 
     def _connect(self, store: Store, rank: int, size: int) -> ProcessGroup:
-        make: Any = c10d.ProcessGroupGloo  # its stub lacks most attributes of `ProcessGroup`
+        make: Any = c10d.ProcessGroupGloo  # the stub lacks most attributes of `ProcessGroup`
         options = make._Options()
         options._devices = self.devices
         options._threads = 2

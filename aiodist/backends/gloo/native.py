@@ -1,4 +1,4 @@
-"""gloo's own collectives for one communicator, and handles for the user's own works."""
+"""gloo's own collectives for one communicator. Handles for works of the user."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _TAKES = {
 
 @dataclass(eq=False)
 class GlooNative:
-    """`allreduce` and `reduce`, in a process group of their own.
+    """`allreduce` and `reduce`, in a separate process group.
 
-    Other collectives use direct sends, since gloo's would need as many messages and make the ranks wait. All ranks
-    must begin the same operations in the same order, else gloo ends the process: the ranks compare them before.
+    Other collectives use direct sends, since gloo's would need as many messages and make the ranks wait. All ranks must
+    begin the same operations in the same order, else gloo ends the process. So the ranks compare before.
     """
 
     finishes = False
@@ -73,13 +73,13 @@ class GlooNative:
         return lambda t, key, done: self.start(Primitive("allreduce", t, op=op), key, done)
 
     def start(self, operation: Primitive, _: int, done: Done) -> None:
-        """Begin an operation; with the transport lock held."""
+        """Begin an operation (transport lock held)."""
         o = operation
         error = next((peer.error for peer in self._peers if peer.error is not None), None)
         if error is not None or not o.t.numel():
             done(error and again(error))
             return
-        # gloo uses the tensors of ranks other than the root as scratch: they pass copies.
+        # gloo uses the tensors of ranks other than the root as scratch, so these ranks pass copies.
         t = o.t if o.kind == "allreduce" or self._rank == o.root else o.t.detach().clone()
         numbers = flat(torch.view_as_real(t)) if t.is_complex() else flat(t)
         parts = pieces(numbers)
@@ -108,7 +108,7 @@ class GlooNative:
                 future.value()
             except Exception as raised:  # noqa: BLE001  - torch chooses the class
                 error = backend_error(raised)
-            if starting == threading.get_ident():  # it ended during `add_done_callback`, with the lock held
+            if starting == threading.get_ident():  # the work ended during `add_done_callback`, with the lock held
                 finish(error)
             else:
                 self._run(partial(finish, error))
@@ -118,7 +118,7 @@ class GlooNative:
         starting = None
 
     def abort(self) -> None:
-        """Make operations in flight fail soon; with the lock held."""
+        """Make operations in flight fail soon (lock held)."""
         if self._running and self._group is not None and self._aborter is None:
             self._aborter = threading.Thread(target=self._abort_group, args=(self._group,), daemon=True)
             self._aborter.start()
@@ -127,7 +127,7 @@ class GlooNative:
         abort_group(group, [rank for rank in range(len(self._peers) + 1) if rank != self._rank])
 
     def close(self) -> None:
-        """Close the connections; without the lock. It blocks for `CLOSE_SECONDS` at most."""
+        """Close the connections (lock not held). The call blocks for `CLOSE_SECONDS` at most."""
         group = self._group
         if group is None:
             return
@@ -141,7 +141,7 @@ class GlooNative:
         pause = threading.Event()
         while self._running and monotonic() < until:
             pause.wait(2e-3)
-        if self._running:  # the destructor would wait for them without end: a thread holds a reference instead
+        if self._running:  # the destructor would wait without end, so a thread holds a reference
             threading.Thread(target=lambda _: threading.Event().wait(), args=(group,), daemon=True).start()
 
 
@@ -156,7 +156,7 @@ def _begin(o: Primitive, t: Tensor, group: ProcessGroup) -> Work:
 
 
 class _WorkSource:
-    """A torch Work with a usable `is_completed`: gloo's collectives, and NCCL's works, whose futures end too early."""
+    """A torch Work with a usable `is_completed`: of gloo's collectives and of NCCL, whose futures end too early."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -171,7 +171,7 @@ class _WorkSource:
 def work_handle(work: Work) -> Handle[None]:
     """Return a handle that completes with the user's own `work`.
 
-    gloo's sends and receives offer only a blocking wait: each uses a thread until it ends.
+    gloo's sends and receives offer only a blocking wait, so each uses a thread until the end.
     """
 
     def wait() -> None:

@@ -1,8 +1,9 @@
-"""Communicators over gloo, and the start of the first one.
+"""Communicators over gloo, with the start of the first one.
 
-[Note: lost peers] When a rank cannot be reached, pending and later operations with it fail. Receives from any source
-fail once for each loss: the waiting ones, or else the next one without a message. Later receives wait for the other
-ranks. Messages that arrived completely before the loss are still received; messages that were only announced are not.
+[Note: lost peers] When a rank cannot be reached, pending and later operations with that rank fail. Receives from any
+source fail once for each loss: the waiting ones, or else the next one without a message. Later receives wait for the
+other ranks. Messages that arrived completely before the loss are still received. Messages that were only announced are
+lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WORLD = "world"
 
 @dataclass(eq=False, slots=True)
 class ArrivedMessage(UnexpectedMessage):
-    """A message whose data came, or were offered."""
+    """A message with its data, or with an offer of its data."""
 
     nbytes: int
     data: Tensor
@@ -45,7 +46,7 @@ class ArrivedMessage(UnexpectedMessage):
 
 
 class Receiving:
-    """Waiting receives and messages, in order; used with the transport lock held."""
+    """Waiting receives and messages, in order (transport lock held)."""
 
     def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self.peers = peers
@@ -54,7 +55,7 @@ class Receiving:
         self._closed: BackendError | None = None
 
     def receive(self, wanted: Receive) -> None:
-        """Deliver the message for `wanted`, now or when it arrives, or fail it, see [Note: lost peers]."""
+        """Deliver the message for `wanted`, now or at its arrival, or fail `wanted` (see [Note: lost peers])."""
         message = self._matching.post(wanted)
         if message is not None:
             self._deliver(message, wanted)
@@ -68,7 +69,7 @@ class Receiving:
             wanted.done(again(error))
 
     def arrived(self, message: ArrivedMessage) -> None:
-        """Deliver `message` to the first matching receive, or keep it."""
+        """Deliver `message` to the first matching receive, or keep the message."""
         wanted = self._matching.match(message.src, message.tag)
         if wanted is not None:
             self._deliver(message, wanted)
@@ -78,7 +79,7 @@ class Receiving:
             self._matching.keep(message)
 
     def lost(self, rank: int, error: BackendError) -> None:
-        """Fail the receives that need `rank`, see [Note: lost peers]."""
+        """Fail the receives that need `rank` (see [Note: lost peers])."""
         self._matching.cancel_messages(lambda message: message.src == rank and message.offer != 0)
         failed = self._matching.cancel_receives(lambda wanted: wanted.src in (rank, ANY))
         if all(wanted.src == rank for wanted in failed):
@@ -104,7 +105,7 @@ class Receiving:
                 memmove(wanted.into.data_ptr(), message.data.data_ptr(), nbytes)
             done(None)
             return
-        # A message that does not fit is received too, so that its sender can finish.
+        # A message that does not fit is received too, so that the sender can finish.
         self.peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
 
 
@@ -113,7 +114,7 @@ def _refuse(refusal: BackendError, done: Done, error: BaseException | None) -> N
 
 
 class GlooTransport:
-    """One communicator over gloo. The world's communicator owns the connections, the others use them."""
+    """One communicator over gloo. The world's communicator owns the connections, which the other communicators use."""
 
     name = "gloo"
 
@@ -125,7 +126,9 @@ class GlooTransport:
         world_ranks: Sequence[int],
         group: ProcessGroup | None,
     ) -> None:
-        """`world_ranks` are the world ranks of its ranks, in order; `path` is its name, the same on all of them.
+        """`world_ranks` are the world ranks of the ranks, in order.
+
+        `path` is the name of the communicator, the same on all ranks.
 
         A communicator of one rank has neither `wire` nor `group`.
         """
@@ -156,7 +159,7 @@ class GlooTransport:
     # Messages.
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`; done immediately if it is short, else after it was received."""
+        """Send `t`, done immediately for a short message, else after the receive."""
         if self._closed:  # the next step of an aborted operation
             done(BackendError("gloo: the transport was closed"))
             return
@@ -172,7 +175,7 @@ class GlooTransport:
             peer.offer(t, tag, self.comm, done)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t` a message of its size."""
+        """Receive a message of the size of `t` into `t`."""
         self._receiving.receive(Receive(src, tag, t, done))
 
     # Calls of the wire.
@@ -195,7 +198,7 @@ class GlooTransport:
     # Split and close.
 
     async def split(self, ranks: Sequence[int], name: str) -> GlooTransport:
-        """Return a transport among `ranks`, with a process group of its own; the connections take some milliseconds."""
+        """Return a transport among `ranks`, with a separate process group. The connections take some milliseconds."""
         path = f"{self._path}/{name}"
         world_ranks = [self._world_ranks[rank] for rank in ranks]
         if len(ranks) == 1:
@@ -204,7 +207,7 @@ class GlooTransport:
         return GlooTransport(self._meeting, self.wire, path, world_ranks, group)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Close it; pending operations fail. The world's transport closes the connections, which all its splits use."""
+        """Close it. Pending operations fail. The world's transport closes the connections, which all splits use."""
         if self._closed:
             return
         self._closed = True
@@ -237,11 +240,11 @@ class GlooTransport:
 
 
 async def open_world(channel: Channel, *, one_host: bool) -> GlooTransport:
-    """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
+    """Return a transport over all ranks of `channel`. Every rank must make this call, once in the channel's life.
 
-    `one_host`: all ranks are on one host, so that they can use the loopback interface. gloo connects in a thread, so
-    the loop continues; after a cancellation this thread runs for a while. Raises `BackendError` if the ranks cannot
-    connect, `OperationTimeout` or `PeerLost` if one is missing.
+    True for `one_host` uses the loopback interface, for ranks on one host. gloo connects in a thread, so the loop
+    continues. After a cancellation this thread runs for a while. Raises `BackendError` if the ranks cannot connect,
+    `OperationTimeout` or `PeerLost` if one is missing.
     """
     meeting = GlooRendezvous(channel, one_host=one_host)
     if channel.size == 1:

@@ -1,6 +1,6 @@
 """Frames between the ranks of the world, for all communicators.
 
-A frame is a header of 64 bytes, then the data if it is short.
+A frame is a header of 64 bytes, then short data.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from aiodist.streams.memory import bytes_of
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
 _POSTED = 4  # posted receives of frames, per peer
-CREDIT = 64  # received frames after which they are acknowledged by a frame of their own
+CREDIT = 64  # received frames after which a separate frame acknowledges them
 
 
 class Frame(NamedTuple):
-    """A received frame; `data` is a view of a reused buffer."""
+    """A received frame. `data` is a view of a reused buffer."""
 
     header: Header
     data: Tensor
 
     def copied(self) -> Frame:
-        """Return it with a copy of its data."""
+        """Return the frame with a copy of the data."""
         return self._replace(data=self.data.clone())
 
     @staticmethod
@@ -73,7 +73,7 @@ class Frame(NamedTuple):
 
 
 class Member(Protocol):
-    """The interface of a communicator to its wire; called with the transport lock held, with world ranks."""
+    """The interface of a communicator to its wire (transport lock held, world ranks)."""
 
     def frame_arrived(self, src: int, frame: Frame) -> None:
         """Handle a frame from `src`."""
@@ -83,7 +83,7 @@ class Member(Protocol):
 
 
 class Wire:
-    """Frames between the ranks of the world, for all communicators; with the transport lock held."""
+    """Frames between the ranks of the world, for all communicators (transport lock held)."""
 
     def __init__(self, group: ProcessGroup, rank: int, size: int, progress: Progress) -> None:
         self.group = group
@@ -116,7 +116,7 @@ class Wire:
         self._closed.add(comm)
 
     def call(self, fn: Callable[[], None]) -> None:
-        """Call `fn`, which may complete operations, with the lock; from a thread of gloo or of this module."""
+        """Call `fn`, which may complete operations, with the lock (thread of gloo or of this module)."""
         with transport_lock:
             try:
                 fn()
@@ -145,12 +145,12 @@ class Wire:
             peer.abort(error)
 
     def _at_exit(self) -> None:
-        """Close it at exit: a thread that returns from gloo while the interpreter ends would end the process."""
+        """Close the wire at exit: a thread that returns from gloo while the interpreter ends would end the process."""
         if os.getpid() == self._pid:
             self.close()
 
     def close(self) -> None:
-        """End the threads and close the connections; without the lock. It blocks for `CLOSE_SECONDS` at most."""
+        """End the threads and close the connections (lock not held). The call blocks for `CLOSE_SECONDS` at most."""
         with self._close_lock:  # at exit, the interpreter waits for another thread's close
             if self._closed_all:
                 return
@@ -165,12 +165,12 @@ class Wire:
 
 
 class GlooPeer:
-    """Frames to and from one other rank of the world; with the transport lock held, unless a method says otherwise."""
+    """Frames to and from one other rank of the world (transport lock held, unless a method says otherwise)."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
         self.rank = rank
-        self.error: BackendError | None = None  # error after which it cannot be reached
+        self.error: BackendError | None = None  # error after which the peer cannot be reached
         self.sent: deque[Work] = deque()  # frames that must stay alive until the peer acknowledges them
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS
@@ -182,7 +182,7 @@ class GlooPeer:
     # Sending.
 
     def send(self, header: Header, data: Tensor | None = None) -> BackendError | None:
-        """Send a frame with a copy of `data`, and the number of frames received; return an error if that fails."""
+        """Send a frame with a copy of `data` and the number of received frames. Return an error if that fails."""
         if self.error is not None:
             return self.error
         self._reported = self._received
@@ -194,7 +194,7 @@ class GlooPeer:
         return None
 
     def offer(self, t: Tensor, tag: int, comm: int, done: Done) -> None:
-        """Announce `t` and send it; done when the peer acknowledges it."""
+        """Announce and send `t`, done when the peer acknowledges the data."""
         parts = pieces(bytes_of(t))
         if self._next_payload + len(parts) > LAST_PAYLOAD:
             self._next_payload = PAYLOADS
@@ -234,7 +234,7 @@ class GlooPeer:
             self._threads[1].start()
         self._payloads.put((works, acknowledge))
 
-    # Receiving, on threads of its own, which take the lock for their callbacks.
+    # Receiving, on separate threads, which take the lock for callbacks.
 
     def _receive(self) -> None:
         try:
@@ -275,7 +275,7 @@ class GlooPeer:
             self._wire.frame_arrived(self.rank, frame)
 
     def _collect(self) -> None:
-        """Wait for data in the order of the receives: the peer has sent all of it already."""
+        """Wait for data in the order of the receives. The peer has sent all these data already."""
         while (item := self._payloads.get()) is not None:
             works, done = item
             failure: BackendError | None = None
@@ -299,7 +299,7 @@ class GlooPeer:
         tell((done, again(error)) for _, done in offers.values())
 
     def join(self, until: float) -> bool:
-        """Wait for its threads after the close of the connection; return True if they ended. Without the lock."""
+        """Wait for the threads after the close of the connection. Return True if all ended. Without the lock."""
         self._payloads.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))

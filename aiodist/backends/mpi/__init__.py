@@ -1,6 +1,6 @@
 """MPI through mpi4py: native non-blocking collectives, Open MPI and MPICH.
 
-The import of this package imports `mpi4py.MPI` but does not initialise MPI; `open_world` does, with THREAD_MULTIPLE.
+The import of this package imports `mpi4py.MPI` but does not initialise MPI. `open_world` does, with THREAD_MULTIPLE.
 """
 
 from aiodist.backends.mpi.library import library_version

@@ -1,4 +1,4 @@
-"""mpi4py, imported without initialising MPI, and MPI's dtypes and operators by ours."""
+"""mpi4py, imported without initialising MPI. MPI's dtypes and operators by those of torch and aiodist."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ DTYPES = {
 OPS: dict[ReduceOp, MPI.Op] = {op: getattr(MPI, op.name) for op in ReduceOp if op is not ReduceOp.MEAN}
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 SATURATES = "Open MPI" in MPI.Get_library_version()
-"""True if sums of 8 and 16 bits saturate (Open MPI); torch and other libraries wrap around."""
+"""True if sums of 8 and 16 bits saturate (Open MPI), where torch and other libraries wrap around."""
 
 
 def as_backend_error(error: MPI.Exception) -> BackendError:
-    """Return a `BackendError` with MPI's code and text, and MPI's error as its cause."""
+    """Return a `BackendError` with MPI's code and text. The cause is MPI's error."""
     wrapped = BackendError(f"MPI: {error.Get_error_string()}", code=error.Get_error_class())
     wrapped.__cause__ = error
     return wrapped

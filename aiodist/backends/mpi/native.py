@@ -24,11 +24,11 @@ _SPECS = 256  # cached descriptions of buffers: programs reduce the same tensors
 
 
 class Pipeline:
-    """Large reductions in chunks, few of them in flight, on a communicator of their own.
+    """Large reductions in chunks, few of them in flight, on a separate communicator.
 
-    Two chunks of 1 MiB stay in the caches: Open MPI reduces 64 MiB more than twice as fast as in one call, and each
-    poll is short. A chunk starts after another one ends, at different times on each rank. A separate communicator keeps
-    the chunks from matching other operations.
+    Two chunks of 1 MiB stay in the caches: Open MPI reduces 64 MiB more than twice as fast as in one call. Each poll is
+    short. A chunk starts after another one ends, at different times on each rank. A separate communicator keeps the
+    chunks from matching other operations.
     """
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests) -> None:
@@ -39,7 +39,7 @@ class Pipeline:
         self._moving = 0
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place, after earlier reductions. A mean divides each chunk while it is in the caches."""
+        """Reduce `t` in place, after earlier reductions. A mean divides each chunk while the chunk is in the caches."""
         pieces = flat(t).split(_PIPELINED_BYTES // t.element_size())
         joined = join(len(pieces), self._requests.progress.counted(done))
         self._waiting.extend((piece, op, joined) for piece in pieces)
@@ -80,7 +80,7 @@ class MpiNative:
         self._pipeline = pipeline
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True if MPI has a type and an operator for it, and every library can represent the count."""
+        """Return True if MPI has the type and the operator, and every library can represent the count."""
         operation, kind, op = wanted.operation, wanted.kind, wanted.op
         if operation not in _STARTS or (wanted.nbytes > PIECE_BYTES and operation != "allreduce"):  # `Pipeline`
             return False
@@ -103,7 +103,7 @@ class MpiNative:
             self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return a function that starts an allreduce, with its arguments computed in advance."""
+        """Return a function that starts an allreduce with arguments computed in advance."""
         call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
         mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
         in_place, requests = MPI.IN_PLACE, self._requests
@@ -142,7 +142,7 @@ class MpiNative:
         self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
 
     def _allgather(self, o: Primitive, done: Done) -> None:
-        """Gather equal blocks; unequal ones are not native."""
+        """Gather equal blocks. Unequal ones are not native."""
         everything = [address(o.out.data_ptr(), o.out.nbytes), o.t.nbytes, MPI.BYTE]
         self._start(lambda: self._comm.Iallgather(spec(bytes_of(o.t)), everything), o.out.nbytes, done)
 

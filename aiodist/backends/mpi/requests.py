@@ -1,4 +1,4 @@
-"""MPI requests in flight: starting them, testing them, and calling their callbacks."""
+"""MPI requests in flight: start, test, and callbacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Requests:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.left: BackendError | None = None
-        """Error of later calls after this process stopped using MPI; None before."""
+        """Error of later calls after this process stopped using MPI, or None before."""
         self._requests: list[MPI.Request] = []
         self._done: list[Done] = []
         self._misses = 0
@@ -41,7 +41,10 @@ class Requests:
         self._done.append(done)
 
     def leave(self, error: BackendError) -> None:
-        """Make no more MPI calls: pending requests fail. Only MPI calls move data, so their memory is free."""
+        """Make no more MPI calls: pending requests fail.
+
+        The memory of the requests is free, since only MPI calls move data.
+        """
         self.left = error
         ended, self._requests, self._done = self._done, [], []
         self.progress.remove_poller(self)
@@ -65,7 +68,7 @@ class Requests:
                 done(None)
             return True
         # Operations end roughly in the order of issue, so most polls test only the oldest. A test of a thousand costs
-        # 30 us; every eighth unsuccessful poll does it, for requests that end out of order.
+        # 30 us. Every eighth unsuccessful poll tests all, for requests that end out of order.
         tested = requests if len(requests) <= _WINDOW or self._misses % 8 == 7 else requests[:_WINDOW]
         try:
             indices = MPI.Request.Testsome(tested)
@@ -116,7 +119,7 @@ def request_handle(request: MPI.Request) -> Handle[None]:
 
 
 def start(requests: Requests, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
-    """Make a native call and track its request; pass its exception to `done`."""
+    """Make a native call and track the request, or pass an exception to `done`."""
     if requests.left is not None:
         done(again(requests.left))
         return
@@ -132,5 +135,5 @@ def start(requests: Requests, call: Callable[[], MPI.Request], nbytes: int, done
 
 def spec(t: Tensor) -> Any:  # noqa: ANN401
     """Return mpi4py's buffer of `t`: memory, count and type."""
-    # A raw address costs 0.2 us; a numpy view costs 0.6 us, DLPack several.
+    # A raw address costs 0.2 us, a numpy view 0.6 us, DLPack several.
     return [address(t.data_ptr(), t.nbytes), t.numel(), DTYPES[t.dtype]]

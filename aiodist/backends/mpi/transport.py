@@ -1,4 +1,4 @@
-"""MPI communicators: the world and its splits, and the initialisation and finalisation of MPI."""
+"""MPI communicators: the world and splits. Initialisation and finalisation of MPI."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MpiTransport:
     name = "mpi"
 
     def __init__(self, comms: tuple[MPI.Intracomm, MPI.Intracomm], progress: Progress, requests: Requests) -> None:
-        """`comms` are two communicators of the same ranks; the second one carries the chunks of large reductions."""
+        """`comms` are two communicators of the same ranks. The second one carries the chunks of large reductions."""
         comm, pieces = comms
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
@@ -66,7 +66,7 @@ class MpiTransport:
         self._transfer(t, done, lambda piece: self._comm.Irecv(piece, source, tag))
 
     def _send_short(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send a short message: most libraries copy it, so that its request is finished and needs no polls."""
+        """Send a short message. Most libraries copy the bytes, and the finished request needs no polls."""
         nbytes = t.nbytes
         if self._requests.left is not None:
             done(again(self._requests.left))
@@ -92,12 +92,12 @@ class MpiTransport:
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         """Create a communicator among `ranks`.
 
-        MPI has no non-blocking call for this, and two tasks may create communicators in different order on different
-        ranks: so each call blocks in a thread of its own, outside the transport lock.
+        MPI has no non-blocking call for a new communicator. Two tasks may create communicators in different orders on
+        different ranks. So each call blocks in a separate thread, outside the transport lock.
         """
         if self.beside is not None:
             return await self.beside.split(ranks, name)
-        # The tag is the same on these ranks, independent of the communicators that each of them has with others.
+        # The tag is the same on these ranks, independent of other communicators of each rank.
         tag = zlib.crc32(name.encode()) & 0x7FFF
         group = self._comm.Get_group().Incl(list(ranks))
 
@@ -109,7 +109,7 @@ class MpiTransport:
         return MpiTransport(await in_thread(create), self._progress, self._requests)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Free the communicator if it is idle; otherwise MPI is never finalised."""
+        """Free an idle communicator. Otherwise MPI is never finalised."""
         if self.beside is not None:
             self.leave()
             await self.beside.aclose(drained=drained)
@@ -122,7 +122,7 @@ class MpiTransport:
             World.doom()
 
     def leave(self) -> None:
-        """Make no more MPI calls in this process: pending requests fail; on the loop's thread."""
+        """Make no more MPI calls in this process: pending requests fail (loop's thread)."""
         self._progress.with_lock(self._leave)
 
     def _leave(self) -> None:
@@ -131,14 +131,14 @@ class MpiTransport:
 
 
 class World:
-    """MPI is initialised once per process, by us or by the user, and finalised by the same side."""
+    """MPI is initialised once per process, by aiodist or by the user, and finalised by the same side."""
 
     pid: int | None = None
-    doomed = False  # transfers were aborted: MPI_Finalize could wait for them without end
+    doomed = False  # transfers were aborted: MPI_Finalize could wait without end
 
     @classmethod
     def initialize(cls) -> None:
-        """Initialise MPI with THREAD_MULTIPLE, or check that the user initialised it so."""
+        """Initialise MPI with THREAD_MULTIPLE, or check that the user did so."""
         if MPI.Is_finalized():
             raise BackendError("MPI was finalized in this process and cannot be initialised again")
         if MPI.Is_initialized():
@@ -153,7 +153,7 @@ class World:
 
     @classmethod
     def outlive(cls) -> None:
-        """Never finalise MPI, since ranks may die; raise `BackendError` if the program initialised it."""
+        """Never finalise MPI, since ranks may die. Raise `BackendError` if the program initialised MPI."""
         if cls.pid is None:
             how = "expected mpi4py.rc.initialize = False before `from mpi4py import MPI`"
             raise BackendError(f"MPI was initialised by the program, and waits for lost ranks at its end: {how}")
@@ -161,7 +161,7 @@ class World:
 
     @classmethod
     def doom(cls) -> None:
-        """Never finalise MPI, and remove the file of MPICH's shared memory, as MPI_Finalize would: all ranks map it."""
+        """Never finalise MPI. Remove the file of MPICH's shared memory, which all ranks map, as MPI_Finalize would."""
         cls.doomed = True
         if cls.pid != os.getpid():
             return
@@ -183,7 +183,7 @@ class World:
 
 
 async def open_world(*, mortal: bool = False) -> MpiTransport:
-    """Initialise MPI if necessary, and return a transport over all of its ranks; every rank must call it.
+    """Initialise MPI if necessary, and return a transport over all ranks. Every rank must make this call.
 
     MPI starts in a thread, so the loop continues. If ranks are `mortal`, MPI is never finalised, since that would wait
     for dead ranks. Raises `BackendError` if MPI has no THREAD_MULTIPLE, or if ranks are mortal and the program itself

@@ -1,6 +1,6 @@
-"""NCCL, for tensors on CUDA devices: calls of `nccl4py` on our own streams.
+"""NCCL, for tensors on CUDA devices: calls of `nccl4py` on streams of aiodist.
 
-`load` imports nccl4py, so that a machine without it can import this package. [Note: nccl] of `library` has the
+`load` imports nccl4py, so that a machine without nccl4py can import this package. [Note: nccl] of `library` has the
 properties of NCCL that matter here.
 """
 

@@ -32,7 +32,7 @@ SPIN_ALONE_SECONDS = 2e-4  # a group of one rank waits for no other rank
 _PRIORITY = -2  # torch has a pool of streams per priority: 0 is the default, -1 is for copies
 
 Launch = Callable[[Any, int], None]
-"""Makes native calls: (communicator, handle of the stream); may raise."""
+"""Makes native calls: (communicator, handle of the stream). May raise."""
 Exchange = Callable[[bytes | None, Callable[[bytes | None, BaseException | None], None]], None]
 """Sends rank 0's message and calls `then(message, error)` on every rank, with the transport lock held."""
 _Work = concurrent.futures.Future[Any]
@@ -48,7 +48,7 @@ class NcclCall(NamedTuple):
     after: Callable[[], None] | None = None
     """Queues more work on the stream after the calls."""
     stream: torch.cuda.Stream | None = None
-    """The caller's stream: the calls run after its earlier work and before its later work."""
+    """The caller's stream: the calls run between its earlier and its later work."""
     awaited: torch.cuda.Event | None = None
     """Event that the calls wait for, if there is no caller's stream."""
 
@@ -58,20 +58,20 @@ class _Thread:
     work: _Work
     then: Callable[[_Work], None]
     until: float = float("inf")
-    """Deadline to continue without it, in seconds of `monotonic`."""
+    """Deadline to continue without this call, in seconds of `monotonic`."""
 
 
 class NcclGroup:
-    """Some ranks, each with one device, and the NCCL communicator among them.
+    """The NCCL communicator of some ranks, each with one device.
 
-    All methods are called with the transport lock held. None blocks, and none raises if NCCL or another rank fails.
-    Blocking calls of NCCL run in threads, and `poll` continues after them. `ranks` are world ranks, `rank` is an index
-    in them, and `device` has an index.
+    All methods are called with the transport lock held. No method blocks. A failure of NCCL or of another rank raises
+    nothing. Blocking calls of NCCL run in threads, after which `poll` continues. `ranks` are world ranks, `rank` is an
+    index in `ranks`, and `device` has an index.
 
-    [Note: the stream of a group] The kernels of a group wait for one another and for the other ranks, so they have a
-    stream of their own, and no other work is queued on it. Events order it after the caller's stream before the kernel,
-    and the caller's stream after it. The streams of other operations do not wait: the work of one operation between its
-    steps does not wait for the kernels of another.
+    [Note: the stream of a group] The kernels of a group wait for one another and for the other ranks. So these kernels
+    have a separate stream without other work. Events order this stream after the caller's stream before the kernel, and
+    the caller's stream after this one. The streams of other operations do not wait: the work of one operation between
+    its steps does not wait for the kernels of another.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class NcclGroup:
         self.opened = False
         """True after the call of `open`."""
         self.stream: torch.cuda.Stream | None = None
-        """Stream of the kernels; None before the first call."""
+        """Stream of the kernels, or None before the first call."""
         self._stream_number = 0
         self._staging = staging
         self.comm: Any = None
@@ -112,9 +112,9 @@ class NcclGroup:
     # --- opening ----------------------------------------------------------------------------------------
 
     def open(self, exchange: Exchange) -> None:
-        """Connect the ranks; every rank calls this once. Native calls wait until it is finished.
+        """Connect the ranks. Every rank calls this once. Native calls wait for its end.
 
-        `exchange` sends NCCL's id from rank 0 to the others; it is used once, unless the group has one rank.
+        `exchange` sends NCCL's id from rank 0 to the others. It is used once, unless the group has one rank.
         """
         if self.opened or self._error is not None:
             return
@@ -126,7 +126,7 @@ class NcclGroup:
 
     def _give_id(self, exchange: Exchange, work: _Work) -> None:
         error = self._error or work.exception()
-        # The others always wait for a message; a message of another length is the text of an error.
+        # The others always wait for a message. A message of another length is the text of an error.
         message = work.result() if error is None else str(error).encode().ljust(ID_BYTES + 1)
         if self.size == 1:
             self._got_id(message, None)
@@ -147,7 +147,7 @@ class NcclGroup:
     def _connected(self, work: _Work) -> None:
         error = work.exception()
         if self._error is not None:
-            if error is None:  # it was aborted just after it connected
+            if error is None:  # aborted just after the connection
                 self.last = self._started(work.result().abort)
         elif error is not None:
             self._fail(error)
@@ -168,9 +168,9 @@ class NcclGroup:
     ) -> None:
         """Enqueue the native calls of `launch` as if on the device's current stream.
 
-        They go to the group's stream, after earlier calls, or at the place of `slot` in the launch order. `done(None)`
-        is called when they and the work of `after` are enqueued and the caller's stream waits for them; `done(error)`
-        is called if that fails. `what` names the calls in errors.
+        The calls go to the group's stream, after earlier calls or at the place of `slot` in the launch order.
+        `done(None)` is called when the calls and the work of `after` are enqueued and the caller's stream waits for
+        both. `done(error)` is called if that fails. `what` names the calls in errors.
         """
         call = NcclCall(launch, what, done, after, torch.cuda.current_stream(self.device))
         if slot is None:
@@ -179,7 +179,7 @@ class NcclGroup:
             slot.run(partial(self.submit, call))
 
     def submit(self, call: NcclCall) -> None:
-        """Launch `call` after the calls submitted earlier; a call without a stream orders no streams."""
+        """Launch `call` after the calls submitted earlier. A call without a stream orders no streams."""
         if self._error is not None:
             call.done(again(self._error))
             return
@@ -187,7 +187,7 @@ class NcclGroup:
         self._pump()
 
     def _pump(self) -> None:
-        """Launch the calls that are ready; a `done` may add more."""
+        """Launch the calls that are ready. A `done` may add calls."""
         if self._pumping:
             return
         self._pumping = True
@@ -221,14 +221,17 @@ class NcclGroup:
             self._end_launch(state)
 
     def _spin(self) -> int:
-        """Wait a moment for the launch of the calls; return the communicator's state."""
+        """Wait a moment for the launch of the calls. Return the communicator's state."""
         until = monotonic() + (SPIN_ALONE_SECONDS if self.size == 1 else SPIN_SECONDS)
         while (state := self.library.state(self.comm)) == IN_PROGRESS and monotonic() < until:
             pass
         return state
 
     def _end_launch(self, state: int) -> bool:
-        """Finish the current call if the communicator's `state` shows its end; return False if it is in progress."""
+        """Finish the current call if the communicator's `state` shows its end.
+
+        Return False while the call is in progress.
+        """
         if state == IN_PROGRESS:
             return False
         call = self._launching
@@ -247,7 +250,7 @@ class NcclGroup:
         return True
 
     def _end_on_stream(self, call: NcclCall) -> None:
-        """Queue the work of `after`, and let the caller's stream wait for it and the calls."""
+        """Queue the work of `after`, and let the caller's stream wait for this work and the calls."""
         assert self.stream is not None
         try:
             if call.after is not None:
@@ -296,7 +299,7 @@ class NcclGroup:
     def poll_error(self) -> BaseException | None:
         """Return an asynchronous error such as a lost connection, which ends the group, or None.
 
-        Call it regularly while an operation is in flight; it costs a microsecond.
+        Call this method regularly while an operation is in flight. A call costs a microsecond.
         """
         if self._error is None and self.comm is not None:
             state = self.library.state(self.comm)
@@ -307,8 +310,8 @@ class NcclGroup:
     def abort(self, error: BaseException) -> None:
         """Abort the communicator: waiting and later calls fail with `error`, running kernels end soon.
 
-        The buffers of enqueued calls are in use until the stream has passed them: NCCL ends its kernels in a thread of
-        its own, and waits for no other rank.
+        The buffers of enqueued calls are in use until the stream has passed them: NCCL ends the kernels in its own
+        thread, without a wait for other ranks.
         """
         if self._error is None:
             self._fail(error)
@@ -320,7 +323,7 @@ class NcclGroup:
         self._flush()
 
     def _detach(self, error: BaseException) -> Any:  # noqa: ANN401
-        """Stop using the communicator, and return it, or None."""
+        """Stop using the communicator, and return the communicator or None."""
         self._error = error
         self._aborted.set()
         comm, self.comm = self.comm, None
@@ -336,7 +339,7 @@ class NcclGroup:
             calls.insert(0, launching)
             if self.stream is not None and launching.stream is not None:
                 with suppress(RuntimeError):  # the device is lost
-                    # The kernels may have been launched, and use the tensors until the abort ends them.
+                    # Launched kernels may use the tensors until the abort ends the kernels.
                     self._staging.order(launching.stream, self.stream)
         for call in calls:
             call.done(again(error))
@@ -345,10 +348,10 @@ class NcclGroup:
     # --- its end ----------------------------------------------------------------------------------------
 
     def release(self, done: Done, *, drained: bool) -> None:
-        """Release the communicator, then call `done(None)`, always within some seconds; call it once.
+        """Release the communicator, then call `done(None)`, always within some seconds. Make this call once.
 
-        With `drained` every rank calls it and no call is in flight, else the communicator is aborted. Waiting calls
-        fail.
+        With `drained` every rank makes this call and no call is in flight. Otherwise the communicator is aborted.
+        Waiting calls fail.
         """
         closed = BackendError("NCCL: the communicator was destroyed")
         if self._error is None:
@@ -365,7 +368,7 @@ class NcclGroup:
 class NcclGroups:
     """All groups of one world, a poller of `progress`.
 
-    `poll` runs with the transport lock held, in any thread; the other methods run in the loop's thread. Iteration
+    `poll` runs with the transport lock held, in any thread. The other methods run in the loop's thread. Iteration
     yields the groups that were not released.
     """
 
@@ -376,11 +379,11 @@ class NcclGroups:
         self._progress = progress
         self._groups: dict[_Key, NcclGroup] = {}
         self._polled: tuple[NcclGroup, ...] = ()
-        """The groups to poll, also those being released. A tuple, since other threads iterate over it."""
+        """The groups to poll, also those being released. A tuple, for iteration on other threads."""
         progress.add_poller(self)
 
     def of(self, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> NcclGroup:
-        """Return the group of these ranks and this device, the same object each time; all ranks give the same name."""
+        """Return the group of these ranks and this device, the same object each time. All ranks give the same name."""
         key = (name, tuple(ranks), rank, device)
         group = self._groups.get(key)
         if group is None:
@@ -402,7 +405,7 @@ class NcclGroups:
         return moved
 
     async def release(self, group: NcclGroup, *, drained: bool) -> None:
-        """Release `group` (see `NcclGroup.release`) and wait for it; a later `of` creates a new group."""
+        """Release `group` (see `NcclGroup.release`) and wait for the end. A later `of` creates a new group."""
         self._groups = {key: known for key, known in self._groups.items() if known is not group}
         ended: Operation[None] = Operation(self._progress, "release")
         self._progress.start(partial(group.release, lambda _: ended.resolve(None), drained=drained))
@@ -410,7 +413,10 @@ class NcclGroups:
         self._polled = tuple([known for known in self._polled if known is not group])
 
     async def aclose(self, *, drained: bool) -> None:
-        """Release all groups within some seconds; with `drained` every rank calls it and no call is in flight."""
+        """Release all groups within some seconds.
+
+        With `drained` every rank makes this call and no call is in flight.
+        """
         try:
             await asyncio.gather(*(self.release(group, drained=drained) for group in self))
         finally:

@@ -1,4 +1,4 @@
-"""Launch order: native calls follow the order in which their operations were issued."""
+"""Launch order: native calls follow the order of issue of the operations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Call = Callable[[], None]
 class LaunchOrder:
     """The order of the operations of one group.
 
-    NCCL matches calls by their order alone. Some operations make their calls only after a message has arrived, when
-    other operations were issued later. So each operation takes a slot when it is issued, and its calls wait for the
-    calls of all earlier slots.
+    NCCL matches calls by the order alone. Some operations make their calls only after a message has arrived, when other
+    operations were issued later. So each operation takes a slot at the issue. The calls of a slot wait for the calls of
+    all earlier slots.
 
     `take` runs on the issuing thread, all other methods with the transport lock held. A call may take, use and release
-    slots; the calls that it adds run after it.
+    slots. Calls that `call` adds run after `call`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LaunchOrder:
         self.move()
 
     def add(self, slot: LaunchSlot, call: Call, *, last: bool = False) -> None:
-        """See `LaunchSlot.run`; with `last` the slot is released."""
+        """See `LaunchSlot.run`. With `last` the slot is released."""
         slot.released = slot.released or last
         (self._late if self._unordered else slot.calls).append(call)
         self.move()
@@ -86,6 +86,6 @@ class LaunchSlot:
         self._order.add(self, call)
 
     def release(self) -> None:
-        """Accept no more calls; waiting ones are still made. A second call does nothing."""
+        """Accept no more calls. Waiting ones are still made. A second call does nothing."""
         self.released = True
         self._order.move()

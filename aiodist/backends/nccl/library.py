@@ -1,21 +1,20 @@
-"""The calls of nccl4py and NCCL that aiodist uses, and `BackendError` for their errors.
+"""The calls of nccl4py and NCCL that aiodist uses, with `BackendError` for errors.
 
-[Note: nccl] Properties of nccl4py 0.6 and NCCL 2.23 to 2.32, found in their sources, and the consequences:
+[Note: nccl] Properties of nccl4py 0.6 and NCCL 2.23 to 2.32, found in the sources, with the consequences:
 
 - A communicator with `blocking=False` returns "in progress" from every call and continues in a thread of NCCL. So
-  neither the first connection to peers nor a late peer blocks the caller, and a hanging call can be aborted. No other
-  call may be made on it before its state is "success" again. All communicators are created in this mode.
+  neither the first connection to peers nor a late peer blocks the caller. A hanging call can be aborted. No other call
+  may be made on the communicator before its state is "success" again. All communicators are created in this mode.
 - nccl4py creates communicators with `ncclCommInitRankScalable`, which NCCL has since 2.23.
-- NCCL stores a pointer to the name in a communicator's settings, and nccl4py frees the name after the call. So
+- NCCL stores a pointer to the name in a communicator's settings. But nccl4py frees the name after the call. So
   communicators have no name.
 - NCCL adds 16-bit floats in 16 bits, and rounds at each hop of a ring or tree, except within a switch. So sums of
-  16-bit floats are done in float32, and 16-bit floats are native only if the operation does not round.
-- Its average of floats multiplies each summand by 1/n before the sum: this rounds n more times, and the switch cannot
-  do the sum. So a mean is a sum, and the stream divides it afterwards.
-- It has no 16-bit integers, no complex numbers and no bitwise operators. Operations that move data send bytes.
-- NCCL before 2.30 refuses several ranks on one device; later versions do unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
-- Communicators of one device that share a stream may deadlock on the device if two ranks order their calls
-  differently.
+  16-bit floats are done in float32. 16-bit floats are native only if the operation does not round.
+- NCCL's average of floats multiplies each summand by 1/n before the sum. The products round n more times and keep the
+  switch from the sum. So a mean is a sum, and the stream divides it afterwards.
+- NCCL has no 16-bit integers, no complex numbers and no bitwise operators. Operations that move data send bytes.
+- NCCL before 2.30 refuses several ranks on one device. Later versions do unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+- Communicators of one device that share a stream may deadlock on the device if two ranks order their calls differently.
 """
 
 from __future__ import annotations
@@ -47,34 +46,34 @@ _PAUSE_SECONDS = 1e-3  # between two polls of a communicator that is being opene
 
 
 class Library:
-    """NCCL's interface for this backend; only this class uses nccl4py.
+    """NCCL's interface for this backend. Only this class uses nccl4py.
 
     `core` is the module `nccl.core` or a stand-in. Communicators are objects of nccl4py, and opaque to callers. Methods
-    do not wait for other ranks unless their description says so.
+    do not wait for other ranks unless the docstring says so.
     """
 
     def __init__(self, core: Any, bindings: Any = None) -> None:  # noqa: ANN401
-        """`bindings` is the module `nccl.bindings.nccl`; a stand-in for NCCL has none."""
+        """`bindings` is the module `nccl.bindings.nccl`, or None for a stand-in."""
         self._core = core
         self._bindings = bindings
         self.ops = {"sum": core.SUM, "prod": core.PROD, "min": core.MIN, "max": core.MAX}
 
     def version(self) -> tuple[int, ...]:
-        """Return NCCL's version, such as (2, 32, 3); raise `BackendUnavailable` if NCCL is not found."""
+        """Return NCCL's version, such as (2, 32, 3), or raise `BackendUnavailable` if NCCL is not found."""
         found = self._core.get_version().libnccl
         if found is None:
             raise BackendUnavailable(f"nccl4py found no libnccl.so.2: {_install()}")
         return tuple(found.version.release)
 
     def unique_id(self) -> bytes:
-        """Return a new id, for all ranks of one communicator; blocks for some milliseconds at the first call."""
+        """Return a new id, for all ranks of one communicator. Blocks for some milliseconds at the first call."""
         try:
             return bytes(self._core.get_unique_id())
         except Exception as error:
             raise self.error(error, "a unique id") from error
 
     def connect(self, size: int, rank: int, unique_id: bytes, aborted: threading.Event) -> Any:  # noqa: ANN401
-        """Return a communicator on the current device; waits for all ranks, or until `aborted` is set."""
+        """Return a communicator on the current device. Waits for all ranks, or until `aborted` is set."""
         config = self._core.NCCLConfig(blocking=False)
         try:
             comm = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id), config)
@@ -107,14 +106,14 @@ class Library:
         return comm
 
     def group(self) -> Any:  # noqa: ANN401
-        """Return a context manager that launches the calls of its block together, at the end."""
+        """Return a context manager that launches the calls of the block together, at the end."""
         return self._core.group()
 
     def reducer(self, kind: dtype, op: str) -> Callable[[Any, Tensor, int], None]:
         """Return a function that enqueues an in-place allreduce of dense `kind`: (communicator, tensor, stream).
 
-        nccl4py's own method inspects both tensors, which takes 7 to 14 us on the host of an H100; its bindings take
-        0.4 us.
+        nccl4py's own method inspects both tensors, which takes 7 to 14 us on the host of an H100. The bindings take 0.4
+        us.
         """
         native = self.ops[op]
         if self._bindings is None:
@@ -136,12 +135,15 @@ class Library:
             return int(getattr(error, "status", _INTERNAL_ERROR))
 
     def close(self, comm: Any, timeout: float) -> None:  # noqa: ANN401
-        """Flush and free `comm`; waits `timeout` seconds for the other ranks to do the same, then aborts it."""
+        """Flush and free `comm`.
+
+        Waits `timeout` seconds for the same call of the other ranks, then aborts the communicator.
+        """
         try:
             comm.finalize()
             self.wait(comm, "closing", threading.Event(), timeout)
         except BackendError:
-            return  # aborted, which frees it as well
+            return  # aborted, which also frees the communicator
         except Exception:  # noqa: BLE001  - only an abort is left
             comm.abort()
             return
@@ -157,12 +159,12 @@ class Library:
         code = getattr(error, "status", None)
         last = "" if code is None else self._last_error(comm)
         wrapped = BackendError(f"NCCL: {what}: {error}{last}", code=None if code is None else int(code))
-        wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors
+        wrapped.__cause__ = error.with_traceback(None)  # the frames of the error hold tensors
         return wrapped
 
     def _last_error(self, comm: Any) -> str:  # noqa: ANN401
         text = ""
-        with suppress(Exception):  # it only adds to an error
+        with suppress(Exception):  # the text only adds to an error
             if comm is not None and comm.is_valid:
                 text = str(comm.get_last_error())
             else:
@@ -172,7 +174,7 @@ class Library:
 
 
 def load() -> Library:
-    """Import NCCL, which takes some 0.3 s; raise `BackendUnavailable` with the reason if that fails."""
+    """Import NCCL, which takes some 0.3 s. Raise `BackendUnavailable` with the reason if that fails."""
     reason = missing()
     if reason is not None:
         raise BackendUnavailable(reason)
@@ -189,7 +191,7 @@ def load() -> Library:
 
 
 def missing() -> str | None:
-    """Return the reason why NCCL is missing and the remedy, or None if it is installed.
+    """Return the reason why NCCL is missing and the remedy, or None if NCCL is installed.
 
     This opens no device and imports no module: only `load` tests whether NCCL can be loaded.
     """
@@ -201,9 +203,9 @@ def missing() -> str | None:
 
 
 def version_installed() -> tuple[int, ...]:
-    """Return the version of NCCL's wheel, such as (2, 32, 3), or () if none is installed; loads nothing.
+    """Return the version of NCCL's wheel, such as (2, 32, 3), or () if none is installed, without a load.
 
-    If two wheels are installed, it is the one for torch's CUDA.
+    Of two installed wheels, the one for torch's CUDA counts.
     """
     ours, other = ("cu13", "cu12") if _extra() == "cuda13" else ("cu12", "cu13")
     for built_for in (ours, other):
@@ -214,12 +216,12 @@ def version_installed() -> tuple[int, ...]:
 
 
 def version() -> str:
-    """Return the version of the loaded NCCL, such as "2.32.3"; raise `BackendUnavailable` if there is none."""
+    """Return the version of the loaded NCCL, such as "2.32.3". Raise `BackendUnavailable` if there is none."""
     return _dotted(load().version())
 
 
 def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared: bool) -> str | None:
-    """Return the reason why NCCL would not connect ranks on these devices, or None if it would.
+    """Return the reason why NCCL would not connect ranks on these devices, or None.
 
     `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, and `shared` is True if
     NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all ranks.

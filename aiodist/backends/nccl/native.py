@@ -44,19 +44,19 @@ _NATIVE_OPS = {
     ReduceOp.BAND: "min",
     ReduceOp.BOR: "max",
 }
-"""NCCL's operator for numbers of `as_numbers`; a mean is a sum that is divided later."""
+"""NCCL's operator for numbers of `as_numbers`. A mean is a sum with a later division."""
 
 
 def reducer(group: NcclGroup, kind: dtype, op: ReduceOp) -> Callable[[Any, Tensor, int], None]:
     """Return a function that enqueues an in-place allreduce of `kind`: (communicator, `as_numbers` of it, stream).
 
-    For a mean it is the sum; the caller divides it.
+    A mean is the sum, which the caller divides.
     """
     return group.library.reducer(torch.uint8 if kind is torch.bool else kind.to_real(), _NATIVE_OPS[op])
 
 
 def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
-    """Return True if `NcclNative` does the operation; see [Note: nccl] for the others."""
+    """Return True if `NcclNative` does the operation. See [Note: nccl] for the others."""
     if operation in _MOVES:
         return kind in DTYPES
     return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
@@ -70,11 +70,11 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class NcclNative:
-    """NCCL calls of one operation, with its slot in the launch order; without a slot, of all operations.
+    """NCCL calls of one operation, with a slot in the launch order, or of all operations without a slot.
 
-    Tensors are dense, flat and on the group's device. `done(None)` means that the calls are *enqueued*, see
-    `NcclGroup.call`: the results are valid on the stream that was current. All ranks make the same calls in the same
-    order (`LaunchOrder`), except that ranks without transfers in an exchange make no call for it.
+    Tensors are dense, flat and on the group's device. `done(None)` means that the calls are *enqueued* (see
+    `NcclGroup.call`): the results are valid on the stream that was current. All ranks make the same calls in the same
+    order (`LaunchOrder`), except that ranks without transfers make no call for an exchange.
     """
 
     _group: NcclGroup

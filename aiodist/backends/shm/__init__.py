@@ -1,4 +1,4 @@
-"""Shared memory among the ranks of a host: an arena for tensors, collectives that work in it, and messages."""
+"""Shared memory among the ranks of a host: an arena for tensors, collectives in the arena, and messages."""
 
 from aiodist.backends.shm.lanes import Lane, Lanes, ShmNative
 from aiodist.backends.shm.neighbours import Met, Neighbourhood, meet

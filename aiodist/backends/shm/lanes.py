@@ -1,7 +1,7 @@
 """Collectives among the ranks of a host, in the compiled core: one lane is an ordered sequence of them.
 
-`core/` describes the lanes themselves. This module opens them and joins them with the lanes of the other ranks. Each
-rank has a block for its state in its arena, and sends the name and place of the block to the others.
+`core/` describes the lanes. This module opens lanes and joins them with the lanes of the other ranks. Each rank has a
+block for its state in its arena. The rank sends the name and place of the block to the others.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class Lanes:
         return self.completions.heavy
 
     def meet(self, lane: Lane) -> None:
-        """Join `lane` with the lanes of the other ranks, as soon as these are open."""
+        """Join `lane` with the lanes of the other ranks when those lanes are open."""
         if not lane.meet():
             self._unmet.append(lane)
 
     def poll(self, until: float = 0.0) -> bool:
-        """Advance the operations and call the callbacks of finished ones; return True if one finished."""
+        """Advance the operations and call the callbacks of finished ones. Return True if one finished."""
         if self._unmet:
             self._unmet = [lane for lane in self._unmet if not lane.meet()]
         return self.completions.poll(until - perf_counter() if until else 0.0)
 
     def sleep(self) -> bool:
-        """Request a wake-up of the loop at the next end of an operation; return False if one has ended already."""
+        """Request a wake-up of the loop at the next end of an operation. Return False if one has ended already."""
         return not self._unmet and self.completions.sleep()
 
     def _woken(self) -> None:
@@ -96,13 +96,13 @@ class Lanes:
 
 
 class Lane:
-    """An ordered sequence of operations among some ranks of this host; used with the transport lock held."""
+    """An ordered sequence of operations among some ranks of this host (transport lock held)."""
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int, *, led: bool = False) -> None:
-        """`ranks` are the world ranks in the lane's order; `rank` is this rank's index in them.
+        """`ranks` are the world ranks in the lane's order. `rank` is the index of this rank.
 
-        All ranks submit in the same order unless the lane is `led`: then the first rank chooses the order, and the
-        operations in flight have different keys.
+        All ranks submit in the same order unless the lane is `led`. In a led lane the first rank chooses the order of
+        the operations, which have different keys.
         """
         self.near = near = lanes.near
         self.rank, self.size = rank, len(ranks)
@@ -113,7 +113,7 @@ class Lane:
         place = near.locate(self._memory)
         assert place is not None
         memory = memory_of(self._memory)
-        self._cause: list[BaseException] = []  # the error that closed it, if any
+        self._cause: list[BaseException] = []  # the error that closed the lane, if any
         self.core = _core.Lane(
             lanes.completions,
             near.engine,
@@ -132,7 +132,7 @@ class Lane:
         lanes.meet(self)
 
     def meet(self) -> bool:
-        """Join the lanes that other ranks have opened; return True if all have."""
+        """Join the lanes that other ranks have opened. Return True if all have."""
         for rank, other in list(self._unmet.items()):
             block = other.named_memory(self._name, _core.BLOCK_BYTES)
             if self._closed or block is not None:
@@ -142,7 +142,7 @@ class Lane:
         return not self._unmet
 
     def submit(self, operation: Primitive, word: int, key: int, done: Done) -> _core.LaneOperation:
-        """Submit a collective with the fingerprint `word`; `Lanes.poll` calls `done` at its end."""
+        """Submit a collective with the fingerprint `word`. `Lanes.poll` calls `done` at the end."""
         o = operation
         place = self.near.locate(o.t) or _NOWHERE
         count = sum(o.counts) if o.kind == "allgather" else o.t.numel()
@@ -165,7 +165,7 @@ class Lane:
 
     @property
     def submitted_bytes(self) -> tuple[int, int]:
-        """Bytes of the submitted tensors in the arena, and outside it."""
+        """Bytes of the submitted tensors in the arena and outside."""
         return self.core.arena_bytes, self.core.ordinary_bytes
 
     def compare(self, word: int, done: Done) -> _core.LaneOperation:
@@ -173,10 +173,10 @@ class Lane:
         return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
 
     def refuse(self, key: int) -> None:
-        """Leave the operations of `key`: those that not all ranks have joined end with `Refused` on all ranks.
+        """Leave the operations of `key`. Operations that not all ranks have joined end with `Refused` on all ranks.
 
-        All ranks must call it: an operation that the first rank has not submitted waits on the others. If two ranks
-        call it at the same time, each rank that learns of it from another one must call it again.
+        All ranks must make this call: an operation that the first rank has not submitted waits on the others. After two
+        calls at the same time, each rank that learns of the other call must call again.
         """
         self.core.refuse(key)
 
@@ -187,12 +187,13 @@ class Lane:
         self._closed = True
         self._cause.append(error)
         self.core.abandon()
-        # Other ranks may still read the block, and the tensors of aborted operations: both are kept until they leave.
+        # Other ranks may still read the block and the tensors of aborted operations. Both are kept until the others
+        # leave.
         self.near.leave(self._name, [other.rank for other in self._others.values()], (self._memory, self.core))
         del self._memory
 
     def release(self) -> None:
-        """Detach it from the engine, after the callbacks of all its operations were called."""
+        """Detach the lane from the engine, after the callbacks of all its operations."""
         self.core.close()
 
 
@@ -216,10 +217,10 @@ def _error_of(name: str, cause: list[BaseException], state: int, rank: int) -> B
 
 
 class ShmNative:
-    """The lanes of some ranks of this host; used with the transport lock held.
+    """The lanes of some ranks of this host (transport lock held).
 
-    The operations of a communicator use the lane `ordered`, in the order of issue. The steps of its operations, which
-    may have another order on each rank, use a lane in which the first rank chooses the order.
+    The operations of a communicator use the lane `ordered`, in the order of issue. Steps of programs, which come in
+    another order on each rank, use a lane whose order the first rank chooses.
     """
 
     finishes = True
@@ -227,7 +228,7 @@ class ShmNative:
     recallable = True
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int) -> None:
-        """`ranks` are the world ranks in the communicator's order; `rank` is this rank's index in them."""
+        """`ranks` are the world ranks in the communicator's order. `rank` is the index of this rank."""
         self.size = len(ranks)
         self._lanes = lanes
         self._place = ranks, rank
@@ -239,14 +240,14 @@ class ShmNative:
         self._before = 0, 0  # bytes submitted to closed lanes
 
     def open(self, what: str, *, led: bool = False) -> Lane:
-        """Open another lane, as all of these ranks do; see `Lane`."""
+        """Open another lane, as all of these ranks do (see `Lane`)."""
         lane = Lane(self._lanes, f"{self._name}: {what}", *self._place, led=led)
         self._lanes_open.append(lane)
         return lane
 
     @property
     def submitted_bytes(self) -> tuple[int, int]:
-        """Bytes of the submitted tensors in the arena, and outside it."""
+        """Bytes of the submitted tensors in the arena and outside."""
         arena, ordinary = zip(self._before, *[lane.submitted_bytes for lane in self._lanes_open], strict=True)
         return sum(arena), sum(ordinary)
 
@@ -256,7 +257,7 @@ class ShmNative:
         return sum(lane.core.lent_bytes for lane in self._lanes_open)
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True for its collectives, with every dtype and operator."""
+        """Return True for the collectives of lanes, with every dtype and operator."""
         return wanted.operation in KINDS
 
     def start(self, operation: Primitive, key: int, done: Done) -> None:
@@ -264,19 +265,19 @@ class ShmNative:
         if self._closed is not None:
             done(again(self._closed))
             return
-        # Only two ranks know the size of each block of an alltoall, so its counts are not compared.
+        # Only two ranks know the size of each block of an alltoall, so the counts are not compared.
         counts = () if o.kind == "alltoall" else tuple(o.counts)
         numel = 0 if o.kind in ("allgather", "alltoall") else o.t.numel()
         facts = (o.kind, dtype_code(o.t.dtype), op_code(o.op), o.root, numel, counts)
         self.steps().submit(o, crc32(repr(facts).encode()), key, done)
 
     def refuse(self, key: int) -> None:
-        """Leave the steps with `key` and with the next keys, which are for its parts; see `Lane.refuse`."""
+        """Leave the steps with `key` and with the next keys, those of the parts (see `Lane.refuse`)."""
         if self._closed is None:
             self.steps().refuse(key)
 
     def steps(self) -> Lane:
-        """Return the lane for steps of programs, opened at its first use."""
+        """Return the lane for steps of programs, opened at first use."""
         if self._led is None:
             self._led = self.open("steps", led=True)
         return self._led

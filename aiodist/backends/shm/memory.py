@@ -1,9 +1,9 @@
 """Memory that the other ranks of a host can map: blocks of segments, each segment a memfd.
 
-A segment is a large range of addresses without pages. A block reserves its pages when it is allocated, so that lack of
-memory is an exception and not a SIGBUS during a reduction, and frees them when the last tensor in it dies. A segment is
-sealed: no process with its descriptor can shrink it, so a mapping never extends past its end. It has no name in any
-file system: the kernel frees it, however the process ends.
+A segment is a large range of addresses without pages. A block reserves its pages at the allocation, so that lack of
+memory is an exception and not a SIGBUS during a reduction. The pages are freed when the last tensor of the block dies.
+A segment is sealed. No process with the descriptor can shrink the segment, so a mapping never extends past the end. A
+segment has no name in any file system. The kernel frees the segment, however the process ends.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SKEW_BYTES = 33 * mmap.PAGESIZE
 """Unused bytes at the end of each segment: the distance of adjacent mappings is then no power of two.
 
 Some processors predict the place of a line in the first cache from bits 12 to 27 of its address (Lipp et al. 2020,
-"Take A Way", doi:10.1145/3320269.3384746). The ranks reduce data at equal offsets in their segments: if these bits were
-equal too, a reduction in place took eight times as long.
+"Take A Way", doi:10.1145/3320269.3384746). The ranks reduce data at equal offsets of the segments. With equal bits, a
+reduction in place took eight times as long.
 """
 _POPULATE_WRITE = 23  # madvise, since Linux 5.14: fills the page table in advance
 _CGROUP = Path("/sys/fs/cgroup")
@@ -61,19 +61,19 @@ class Place(NamedTuple):
 
 
 class Arena:
-    """One rank's shared memory. Any thread may call `empty` and `locate`, and tensors may die in any thread."""
+    """One rank's shared memory. Any thread may call `empty` and `locate`. Tensors may die in any thread."""
 
     def __init__(self) -> None:
         self.segments: list[_Segment] = []
-        """Segments by number; never removed, since other ranks have them mapped."""
-        self.addresses = _core.Segments()  # their addresses, and how many of them were published
+        """Segments by number, never removed, since other ranks map them."""
+        self.addresses = _core.Segments()  # addresses of the segments, and number of the published ones
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()
         self._closed = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor; raise MemoryError if its pages cannot be reserved."""
+        """Return an uninitialised tensor, or raise MemoryError if the pages cannot be reserved."""
         numel = prod(shape)
         if numel <= 0:  # torch reports negative sizes
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -98,12 +98,12 @@ class Arena:
         self._reclaim()
 
     def close(self) -> None:
-        """Stop freeing pages of single blocks: other ranks may still read them. The last mapping frees all."""
+        """Stop freeing pages of single blocks, which other ranks may still read. The last mapping frees all."""
         with self._lock:
             self._closed = True
 
     def locate(self, address: int, nbytes: int) -> Place | None:
-        """Return the place of `nbytes` at `address`, or None if they are not in this arena."""
+        """Return the place of `nbytes` at `address`, or None for an address outside this arena."""
         place = self.addresses.locate(address, nbytes)
         return None if place is None else Place(*place)
 
@@ -149,14 +149,14 @@ class Arena:
         return segment
 
     def _free(self, segment: _Segment, start: int, stop: int) -> None:
-        """Free a block; called by the garbage collector, in any thread, between any two instructions."""
+        """Free a block. The garbage collector makes this call in any thread, between any two instructions."""
         if os.getpid() != self._process:  # a forked child: the memory belongs to the parent
             return
         self._freed.append((segment, start, stop))
         self._reclaim()
 
     def _reclaim(self) -> None:
-        # If another thread holds the lock, it calls this afterwards.
+        # A thread that holds the lock makes this call afterwards.
         while self._freed and self._lock.acquire(False):
             try:
                 while self._freed:
@@ -169,13 +169,13 @@ class Arena:
 
 
 class _Segment:
-    """A memfd, mapped as a whole, and its free ranges."""
+    """A memfd, mapped as a whole, with its free ranges."""
 
     def __init__(self, number: int, nbytes: int, *, reserved: bool) -> None:
         self.number = number
         self.nbytes = nbytes
         self.mapped_bytes = nbytes + _SKEW_BYTES
-        self.reserved = reserved  # True if its pages exist as long as it does, also without blocks
+        self.reserved = reserved  # True if the pages exist as long as the segment, also without blocks
         self.fd = segment_fd(f"aiodist-{number}", self.mapped_bytes)
         try:
             self.map = mmap.mmap(self.fd, self.mapped_bytes)
@@ -189,7 +189,7 @@ class _Segment:
         finalize(self, os.close, self.fd)
 
     def take(self, nbytes: int) -> int | None:
-        """Allocate `nbytes` and return their offset, or None if no free range is large enough."""
+        """Allocate `nbytes` and return the offset, or None if no free range is large enough."""
         for i, (start, stop) in enumerate(self.holes):
             if stop - start >= nbytes:
                 self.holes[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -197,7 +197,7 @@ class _Segment:
         return None
 
     def fill(self, start: int, stop: int) -> None:
-        """Reserve the pages of these bytes; raise OSError if there are none."""
+        """Reserve the pages of these bytes. Raise OSError if there are none."""
         os.posix_fallocate(self.fd, start, stop - start)
         with suppress(OSError):  # an older kernel: the first use of each page faults
             self.map.madvise(_POPULATE_WRITE, start, stop - start)
@@ -217,7 +217,7 @@ class _Segment:
 
 
 def segment_fd(name: str, nbytes: int) -> int:
-    """Return the descriptor of a new memfd with the fixed size `nbytes`; raise OSError if that fails."""
+    """Return the descriptor of a new memfd with the fixed size `nbytes`, or raise OSError if that fails."""
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -232,7 +232,7 @@ def segment_fd(name: str, nbytes: int) -> int:
 
 
 def reserved_fd(name: str, nbytes: int) -> tuple[int, int]:
-    """Return the descriptor and size, in whole pages, of a new memfd with reserved pages; raise MemoryError."""
+    """Return the descriptor and size, in whole pages, of a new memfd with reserved pages, or raise MemoryError."""
     room = _in_pages(nbytes)
     check_room(room)
     try:
@@ -264,7 +264,7 @@ def _in_pages(nbytes: int) -> int:
 
 
 def check_room(nbytes: int, cgroup: Path = _CGROUP) -> None:
-    """Raise MemoryError if the kernel would kill a process to reserve `nbytes`; `cgroup` has the limits."""
+    """Raise MemoryError if the kernel would kill a process to reserve `nbytes`. `cgroup` has the limits."""
     available = psutil.virtual_memory().available
     for limit, used in _LIMITS:
         try:

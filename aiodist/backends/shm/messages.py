@@ -1,9 +1,9 @@
 """All messages between this rank and the others of its host, on every communicator: a poller of `Progress`.
 
-[Note: lost ranks] When the process of a rank has ended, pending and later sends to it and receives from it fail. On
+[Note: lost ranks] When the process of a rank has ended, pending and later sends and receives with that rank fail. On
 each communicator of that rank, receives from any source fail once: the waiting ones, or else the next one without a
-message. Later receives wait for the other ranks. Short messages of the lost rank are still received; long ones are
-lost unless all their bytes had arrived.
+message. Later receives wait for the other ranks. Short messages of the lost rank are still received. Long messages are
+lost unless all bytes had arrived.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Messages:
             self.finish(send, ours(error))
 
     def send_now(self, data: bytearray, comm: int, to: int, tag: int) -> bool:
-        """Send a few bytes to rank `to`; return False, with no byte sent, if the bytes would have to wait."""
+        """Send a few bytes to rank `to`. Return False, with no byte sent, if the bytes would have to wait."""
         peer = self.peers.get(to)
         return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
@@ -138,7 +138,7 @@ class Messages:
             self.finish(receive, error)
 
     def _loss_for(self, receive: ShmReceive) -> BackendError | None:
-        """Return the error of `receive`, which has no message, if it must fail, see [Note: lost ranks]."""
+        """Return the error of a `receive` without a message that must fail (see [Note: lost ranks])."""
         if receive.src == ANY:
             rank = self._unreported.pop(receive.comm, None)
         else:
@@ -185,7 +185,7 @@ class Messages:
     def copy(
         self, operation: Send | ShmReceive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
     ) -> None:
-        """Copy `nbytes` for `operation`, some in each poll, and call `finish`."""
+        """Copy `nbytes` for `operation`, some in each poll, then call `finish`."""
         self._copies.append(_Copy(operation, into, source, nbytes, finish))
 
     def stop(self, operation: Send | ShmReceive) -> None:
@@ -206,7 +206,7 @@ class Messages:
         return not self._copies and self.budget > 0
 
     def poll(self, until: float = 0.0) -> bool:
-        """Advance all messages; return True if one advanced."""
+        """Advance all messages. Return True if one advanced."""
         while True:
             self.budget = PASS_BYTES
             moved = False
@@ -231,7 +231,7 @@ class Messages:
                 self._passes = _LOOK_PASSES
 
     def _look(self) -> bool:
-        """Send waiting data over the sockets and check for lost ranks; return True if a rank is newly lost."""
+        """Send waiting data over the sockets and check for lost ranks. Return True if a rank is newly lost."""
         self._passes = 0
         for peer in self._polled:
             peer.neighbour.flush()
@@ -280,7 +280,7 @@ class Messages:
     # --- its end --------------------------------------------------------------------------------------------------
 
     def close_comm(self, comm: int, error: BaseException) -> None:
-        """Close a communicator: its pending operations fail, and later messages for it are discarded."""
+        """Close a communicator: pending operations fail, later messages are discarded."""
         self._closed.add(comm)
         self._members.pop(comm, None)
         self._unreported.pop(comm, None)
@@ -309,7 +309,7 @@ class Messages:
             peer.abort(None, error)
 
     def close(self, error: AiodistError) -> None:
-        """Stop polling; pending operations fail."""
+        """Stop polling. Pending operations fail."""
         self.fail(error)
         self.progress.remove_poller(self)
 

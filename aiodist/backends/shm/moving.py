@@ -1,7 +1,7 @@
-"""Moves existing tensors into an arena, with all their views: their storages get memory of the arena.
+"""Moves existing tensors with all views into an arena: the storages get memory of the arena.
 
 torch can swap the memory of two storages (`UntypedStorage._swap_data_ptr_`, since 2.13). Tensors, tensors saved by
-autograd and tied parameters refer to the storage, not to its memory, so all of them use the new memory. No version
+autograd and tied parameters refer to the storage, not to the memory. So all of them use the new memory. No version
 counter changes.
 """
 
@@ -22,7 +22,7 @@ _MOST_SPARE = 2  # largest ratio of a storage to the tensors in it: a larger one
 
 
 class _Moved(NamedTuple):
-    """A storage to move, claimed as an operation claims its output."""
+    """A storage to move, claimed like the output of an operation."""
 
     start: int
     nbytes: int
@@ -32,7 +32,7 @@ class _Moved(NamedTuple):
 
 
 def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
-    """Move the storages of `named` tensors into `arena`, unless they are there already.
+    """Move the storages of `named` tensors into `arena`, unless already there.
 
     Raises BufferInFlight, BackendUnavailable, or ValueError with the name of a tensor that cannot move and the reason:
     no storage has moved then. A MemoryError says how many have moved.
@@ -63,7 +63,7 @@ def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
 
 
 def _exchanged(arena: Arena, storage: UntypedStorage) -> Tensor:
-    """Give `storage` memory of the arena with the same bytes; return a tensor of its old memory."""
+    """Give `storage` memory of the arena with the same bytes. Return a tensor of the old memory."""
     block = arena.empty((storage.nbytes(),), torch.uint8)
     other = block.untyped_storage()
     other.copy_(storage)
@@ -72,7 +72,7 @@ def _exchanged(arena: Arena, storage: UntypedStorage) -> Tensor:
 
 
 def _found(arena: Arena, named: Mapping[str, Tensor]) -> list[_Moved]:
-    """Return the storages outside the arena, each once, in order; raise ValueError for one that cannot move."""
+    """Return the storages outside the arena, each once, in order, or raise ValueError for one that cannot move."""
     found: dict[int, _Moved] = {}
     seen: dict[int, set[tuple[int, int]]] = {}
     for name, t in named.items():
@@ -94,7 +94,7 @@ def _found(arena: Arena, named: Mapping[str, Tensor]) -> list[_Moved]:
 
 
 def _storage_of(name: str, t: Tensor) -> UntypedStorage:
-    """Return the storage of `t`; raise ValueError if `t` has none in host memory."""
+    """Return the storage of `t`, or raise ValueError if `t` has none in host memory."""
     if is_lazy(t):
         raise ValueError(f"{name} is uninitialized: expected a module that was called once, or one with known sizes")
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -1,8 +1,8 @@
-"""The ranks of one host: their connections, and the mappings of each other's memory.
+"""The ranks of one host: connections, and mappings of each other's memory.
 
 A unix socket between each two of them carries descriptors of segments and the places of named memory. A rank sends such
-a message before it stores data that depends on it, so a rank that finds an unknown place in shared memory reads its
-socket and then knows the place.
+a message before it stores data that depends on the message. So a rank that finds an unknown place in shared memory
+reads the socket, and then knows the place.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Neighbour:
-    """The connection to another rank of this host, and the mappings of its memory."""
+    """The connection to another rank of this host, with the mappings of its memory."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         link.setblocking(False)
         self.rank = rank  # in the world
-        self.places: dict[str, Place] = {}  # places of its named memory
-        self.left: set[str] = set()  # names of memory that it no longer uses
+        self.places: dict[str, Place] = {}  # places of named memory
+        self.left: set[str] = set()  # names of memory without further use
         self._link = link
         self._unsent: deque[tuple[bytes, int | None, HostTable | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
-        self._tables: dict[int, int] = {}  # descriptors of its tables, by number
+        self._tables: dict[int, int] = {}  # descriptors of tables, by number
         self._segments: dict[int, Tensor] = {}
         self.core = _core.Memory()  # mapped segments, for the compiled core
         self._doorbell: _core.Doorbell | None = None
 
     def send(self, message: dict[str, Any], fd: int | None = None, table: HostTable | None = None) -> None:
-        """Send `message` as soon as the socket has room; a `table` keeps its descriptor open until then."""
+        """Send `message` as soon as the socket has room. A `table` keeps its descriptor open until then."""
         self._unsent.append((json.dumps(message).encode(), fd, table))
         self.flush()
 
@@ -68,7 +68,7 @@ class Neighbour:
         self.send({"table": table.named.number}, table.named.fd, table)
 
     def flush(self) -> bool:
-        """Send waiting messages; return True if none is left."""
+        """Send waiting messages. Return True if none is left."""
         while self._unsent:
             data, fd, _ = self._unsent[0]
             try:
@@ -83,7 +83,7 @@ class Neighbour:
 
     @property
     def is_cut(self) -> bool:
-        """True if the other end of its socket is closed: the kernel closes it when the process ends."""
+        """True if the other end of the socket is closed, as the kernel does when the process ends."""
         watch = select.poll()
         watch.register(self._link, 0)
         return bool(watch.poll(0))
@@ -113,7 +113,7 @@ class Neighbour:
             self.places[message["place"]] = Place(*message["at"])
 
     def named_memory(self, name: str, nbytes: int) -> memoryview | None:
-        """Return its memory called `name`; None if it has not sent the place yet."""
+        """Return the neighbour's memory called `name`, or None before the arrival of the place."""
         if name not in self.places:
             self.listen()
         place = self.places.get(name)
@@ -122,7 +122,7 @@ class Neighbour:
         return memory_of(self.memory(place, nbytes))
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
-        """Return the bytes at `place`, mapped on first use; raise BackendError for a place outside its memory."""
+        """Return the bytes at `place`, mapped on first use, or raise BackendError for a place outside the memory."""
         segment, end = self.mapped(place.segment), place.offset + nbytes
         if not 0 <= place.offset <= end <= segment.numel():
             seen = f"bytes {place.offset} to {end} of segment {place.segment}"
@@ -130,7 +130,7 @@ class Neighbour:
         return segment[place.offset : end]
 
     def mapped(self, number: int) -> Tensor:
-        """Return a segment of its memory, mapped on first use; raise BackendError if its descriptor never came."""
+        """Return a segment of the neighbour, mapped on first use, or raise BackendError without its descriptor."""
         if (segment := self._segments.get(number)) is not None:
             return segment
         if number not in self._descriptors:
@@ -152,7 +152,7 @@ class Neighbour:
         return segment
 
     def table(self, named: Named) -> mmap.mmap:
-        """Return the bytes of one of its tables; raise OSError or ValueError unless they can be mapped."""
+        """Return the bytes of a table of the neighbour, or raise OSError or ValueError if the mapping fails."""
         self.listen()
         fd = self._tables.pop(named.number, None)
         if fd is None:
@@ -164,18 +164,18 @@ class Neighbour:
 
     @property
     def doorbell(self) -> _core.Doorbell:
-        """The doorbell of its progress thread."""
+        """The doorbell of the neighbour's progress thread."""
         if self._doorbell is None:
             self._doorbell = _core.Doorbell(memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_DOORBELL_AT:])
         return self._doorbell
 
     @property
     def engine_doorbell(self) -> memoryview:
-        """The doorbell of its engine."""
+        """The doorbell of the neighbour's engine."""
         return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_DOORBELL_AT:]
 
     def ring(self) -> None:
-        """Wake its progress thread if it sleeps."""
+        """Wake the neighbour's progress thread from a sleep."""
         self.doorbell.call()
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Neighbour:
 
 
 class Neighbourhood:
-    """This rank's arena, and its neighbours."""
+    """The arena and the neighbours of this rank."""
 
     def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
         """`links` are the sockets to the other ranks."""
@@ -221,12 +221,12 @@ class Neighbourhood:
                 neighbour.send({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
 
     def wake_by(self, event: int) -> None:
-        """Send the others an eventfd, which they write to if this rank's loop waits for them."""
+        """Send the others an eventfd, to wake the loop of this rank when it waits for one of them."""
         for neighbour in self.neighbours.values():
             neighbour.send({"event": True}, event)
 
     def place(self, name: str, nbytes: int, others: Sequence[int]) -> Tensor:
-        """Allocate `nbytes` of zeroed memory, and send its name and place to `others`."""
+        """Allocate `nbytes` of zeroed memory, and send name and place to `others`."""
         made = self.arena.empty((nbytes,), torch.uint8)
         made.zero_()
         where = self.locate(made)
@@ -235,7 +235,7 @@ class Neighbourhood:
         return made
 
     def leave(self, name: str, others: Sequence[int], memory: object) -> None:
-        """Stop using the memory called `name`; keep this rank's `memory` until `others` have left it too."""
+        """Stop using the memory called `name`. Keep this rank's `memory` until `others` have left too."""
         for rank in others:
             self.neighbours[rank].send({"left": name})
         self._leaving[name] = (frozenset(others), memory)
@@ -252,14 +252,14 @@ class Neighbourhood:
                 neighbour.left.discard(left)
 
     def locate(self, t: Tensor) -> Place | None:
-        """Return the place of `t`, published to the others, or None if its memory is private."""
+        """Return the place of `t`, published to the others, or None for private memory."""
         place = self.arena.locate(t.data_ptr(), t.nbytes)
         if place is not None and place.segment >= self.arena.addresses.told:
             self.publish()
         return place
 
     def close(self) -> None:
-        """Unmap the others' memory; the arena lives as long as its tensors."""
+        """Unmap the others' memory. The arena lives as long as its tensors."""
         alarm.leave(self.doorbell)
         self.engine.stop()
         self.arena.close()
@@ -290,7 +290,7 @@ class Met(NamedTuple):
     """Result of `meet`."""
 
     near: Neighbourhood | None
-    """The ranks that share memory with this one; None if there are none."""
+    """The ranks that share memory with this one, or None if there are none."""
     reason: str = ""
     """Reason why there are none."""
     sharing: tuple[tuple[int, ...], ...] = ()
@@ -298,7 +298,7 @@ class Met(NamedTuple):
 
 
 async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, seconds: float = _MEET_SECONDS) -> Met:
-    """Return this rank's neighbourhood, or the reason why there is none, and all groups of ranks that share memory.
+    """Return this rank's neighbourhood, or the reason for its absence, with all groups of ranks that share memory.
 
     Every rank must call it, with the result of `find_hosts` as `hosts`. If one rank of a host cannot share memory, no
     rank of this host does.
@@ -343,7 +343,7 @@ def _listen() -> tuple[socket.socket | None, str]:
     try:
         if not hasattr(os, "memfd_create"):
             return None, "this platform has no memfd_create"
-        os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may refuse it, or have no seals
+        os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may refuse a memfd, or have no seals
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0aiodist-{secrets.token_hex(8)}")
         listener.listen(1024)

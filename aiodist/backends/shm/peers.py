@@ -1,10 +1,10 @@
 """Messages to and from one neighbour.
 
-A short message is a part of its record, and is sent immediately. The record of a long message has the place of its
-bytes, from which the receiver copies them. If they are in private memory, the receiver answers with the place of its
-own tensor, to which the sender copies them. If that is private too, they are copied in chunks through a stage in the
-sender's arena, which one side fills while the other drains it. So a long message needs no memory before it is received.
-Short messages beyond `CREDIT_BYTES` are sent as long ones.
+A short message, as a part of its record, is sent immediately. The record of a long message has the place of the bytes,
+which the receiver copies. For bytes in private memory, the receiver answers with the place of its own tensor, and the
+sender copies. If both are private, the bytes go in chunks through a stage in the sender's arena, which one side fills
+while the other drains. So a long message needs no memory before the receive. Short messages beyond `CREDIT_BYTES` are
+sent as long ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUMBERS = "messages"
 CREDIT_BYTES = 1 << 22  # most bytes of short messages that wait at the receiver without a receive
 
 _PIECES = 4  # chunks of a stage
-_RECORD_BYTES = 64  # cost of a message in addition to its bytes
+_RECORD_BYTES = 64  # cost of a message in addition to the bytes
 _GONE_SECONDS = 0.1  # time for the control channel to report the loss of a rank first
 _SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
 # Records about the message `number`, from its sender: _PIECE a chunk is in the stage, _PUT all of it is in the
@@ -60,7 +60,7 @@ class Peer:
     """See the module. Every method runs with the transport lock held."""
 
     def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
-        """`numbers` are this rank's counts for all its neighbours."""
+        """`numbers` are the counts of this rank for all neighbours."""
         self.rank = neighbour.rank
         self._messages = messages
         self._near = near = messages.near
@@ -82,7 +82,7 @@ class Peer:
         self._filled = 0
         self._stage: Tensor | None = None
         self._cut_at: float | None = None
-        self.gone = False  # its process has ended
+        self.gone = False  # the process has ended
 
     @property
     def idle(self) -> bool:
@@ -99,19 +99,22 @@ class Peer:
             self.waiting.append(send)
 
     def send_now(self, data: bytearray, comm: int, tag: int) -> bool:
-        """Send a short message; return False, with no byte sent, if the message would have to wait."""
+        """Send a short message. Return False, with no byte sent, if the message would have to wait."""
         if self.waiting or self.gone or not self._has_credit(len(data)):
             return False
         try:
             return self._put_short(comm, tag, len(data), data)
-        except MemoryError:  # the caller then sends it as any other message, and gets the error
+        except MemoryError:  # the caller then sends an ordinary message, which gets the error
             return False
 
     def _has_credit(self, nbytes: int) -> bool:
         return nbytes <= self._short and self._given + nbytes + _RECORD_BYTES - self.rings.returned <= CREDIT_BYTES
 
     def _put_short(self, comm: int, tag: int, nbytes: int, data: bytearray | int) -> bool:
-        """Write a short message with the bytes `data`, or those at that address; return False if there is no room."""
+        """Write a short message with the bytes `data`, or with the bytes at that address.
+
+        Return False if there is no room.
+        """
         if not self.rings.is_open:
             self._open_ring()
         if not self.rings.put(_SHORT, comm, tag, 0, 0, -1, 0, nbytes, data):
@@ -121,7 +124,7 @@ class Peer:
         return True
 
     def _begin(self, send: Send) -> bool:
-        """Write the record of a message; return False if there is no room."""
+        """Write the record of a message. Return False if there is no room."""
         t, nbytes = send.t, send.t.nbytes
         try:
             if self._has_credit(nbytes):
@@ -146,7 +149,7 @@ class Peer:
         return True
 
     def _write(self, record: Header) -> bool:
-        """Write a record that may have a place; return False if there is no room."""
+        """Write a record that may have a place. Return False if there is no room."""
         if not self.rings.is_open:
             self._open_ring()
         # The descriptor of a new segment must be sent before the record is visible.
@@ -192,7 +195,7 @@ class Peer:
     # --- polls --------------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Read arrived records, and write waiting ones; return True if there was one."""
+        """Read arrived records, and write waiting ones. Return True if there was one."""
         if not self.rings.met and not self._meet():
             return False
         moved = self.rings.arrived and self._read()
@@ -207,7 +210,7 @@ class Peer:
         return moved
 
     def is_gone(self, now: float) -> bool:
-        """Return True if the process of the rank ended some time ago and all its records are read."""
+        """Return True if the process of the rank ended some time ago and all records are read."""
         if not self.neighbour.is_cut:
             return False
         self._cut_at = self._cut_at or now
@@ -415,7 +418,7 @@ class Peer:
     # --- after the loss of the rank ----------------------------------------------------------------------------------
 
     def end(self) -> list[Send | ShmReceive]:
-        """Stop after the loss of the rank: return the pending operations, and forget its announced messages."""
+        """Stop after the loss of the rank: return the pending operations, and forget announced messages."""
         self.gone = True
         for box in self._messages.boxes.values():
             box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
@@ -447,6 +450,6 @@ class Peer:
             for number, receive in [(n, one) for n, one in receives.items() if comm in (None, one.comm)]:
                 self._messages.stop(receive)
                 if receives is self._fetched or not self._near.locate(receive.into):
-                    del receives[number]  # else the neighbour may write to it until it gets the record
+                    del receives[number]  # else the neighbour may write to the memory until the record arrives
                 self._say(_REFUSED, number)
                 self._messages.finish(receive, error)

@@ -14,7 +14,7 @@ from aiodist.errors import BackendError
 
 
 def place_of(header: Header) -> Place | None:
-    """Return where the bytes of a message are, if its sender's memory is shared."""
+    """Return the place of the bytes of a message in shared memory, or None."""
     return Place(header.place, header.extra) if header.place >= 0 else None
 
 
@@ -33,7 +33,7 @@ class Send:
 
 @dataclass(eq=False, slots=True)
 class ShmReceive(PostedReceive):
-    """A receive that is not finished; `src` is a rank of the world, or `ANY`."""
+    """A receive that is not finished. `src` is a rank of the world, or `ANY`."""
 
     into: Tensor
     comm: int
@@ -45,14 +45,14 @@ class ShmReceive(PostedReceive):
 
 @dataclass(eq=False, slots=True)
 class Envelope(UnexpectedMessage):
-    """A message without a receive: its bytes are `data`, or in the memory of rank `src`."""
+    """A message without a receive, with the bytes in `data` or in the memory of rank `src`."""
 
     nbytes: int
     data: bytes | None = field(default=None, repr=False)
-    cost: int = 0  # credit of its sender, in bytes, which is returned when it is received
+    cost: int = 0  # credit of the sender, in bytes, which the receive returns
     number: int = 0
     place: Place | None = None
-    own: Send | None = None  # the send, if this rank sent it to itself
+    own: Send | None = None  # the send of a message from this rank to itself
 
 
 Box = Matching[ShmReceive, Envelope]  # waiting receives and messages of one communicator

@@ -1,6 +1,7 @@
-"""A table: a memfd of its own that each rank of a host maps, so that all see the same bytes.
+"""A table: a separate memfd that each rank of a host maps, so that all see the same bytes.
 
-It has no name in any file system. The kernel frees it with the last mapping and descriptor, however processes end.
+A table has no name in any file system. The kernel frees a table with the last mapping and descriptor, however processes
+end.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ class Named(NamedTuple):
     """The address of a table for other ranks."""
 
     rank: int
-    """World rank of its maker."""
+    """World rank of the maker."""
     number: int
     """Number among the tables of that rank."""
     fd: int
-    """File descriptor in that process, for ranks of the same one; open until all ranks have mapped the table."""
+    """File descriptor in that process, for ranks of the same one. Open until all ranks have mapped the table."""
     nbytes: int
 
 
 class HostTable:
-    """A table that this rank made, until all ranks have mapped it: its descriptor is open while this object lives."""
+    """A table of this rank, before all ranks have mapped the table. The descriptor is open while this object lives."""
 
     def __init__(self, rank: int, number: int, nbytes: int) -> None:
-        """Raise MemoryError unless all pages can be had; their bytes are 0."""
+        """Raise MemoryError unless all pages can be had. The bytes are 0."""
         fd, room = reserved_fd("aiodist-table", nbytes)
         self.named = Named(rank, number, fd, room)
         finalize(self, os.close, fd)
 
 
 def mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """Return the bytes of a table; raise OSError or ValueError if `fd` is no table of `nbytes`."""
+    """Return the bytes of a table, or raise OSError or ValueError if `fd` is no table of `nbytes`."""
     check_segment(fd, nbytes)
     return mmap.mmap(fd, nbytes)

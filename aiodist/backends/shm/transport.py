@@ -25,15 +25,18 @@ _LOOK_SECONDS = 1e-3
 
 
 class ShmTransport:
-    """One communicator in shared memory. The world's communicator owns the queues, the others use them.
+    """One communicator in shared memory. The world's communicator owns the queues, which the other communicators use.
 
-    It has no collectives of its own: `ShmNative` gives them to any communicator on one host.
+    The transport has no collectives: `ShmNative` gives these to any communicator on one host.
     """
 
     name = "shm"
 
     def __init__(self, messages: Messages, path: str, world_ranks: Sequence[int]) -> None:
-        """`world_ranks` are the world ranks of its ranks, in order; `path` is its name, the same on all of them."""
+        """`world_ranks` are the world ranks of the ranks, in order.
+
+        `path` is the name of the communicator, the same on all ranks.
+        """
         self.messages = messages
         self._path = path
         self._world_ranks = tuple(world_ranks)
@@ -54,9 +57,9 @@ class ShmTransport:
         return Capabilities(short_receives=True, kept_from=kept_from, send_now=self._send_now)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`; done immediately if it is short, else after all its bytes were copied.
+        """Send `t`, done immediately for a short message, else after the copy of all bytes.
 
-        It fails if the other rank is lost; see [Note: lost ranks] of `messages`.
+        The send fails if the other rank is lost. See [Note: lost ranks] of `messages`.
         """
         self.messages.send(Send(t, self.comm, tag, done), self._world_ranks[dst])
 
@@ -64,7 +67,7 @@ class ShmTransport:
         return self.messages.send_now(data, self.comm, self._world_ranks[dst], tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t`; a shorter message does not change the rest of `t`."""
+        """Receive into `t`. A shorter message does not change the rest of `t`."""
         source = ANY if src == ANY else self._world_ranks[src]
         self.messages.receive(ShmReceive(source, tag, t, self.comm, done))
 
@@ -72,7 +75,7 @@ class ShmTransport:
         return ShmTransport(self.messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
 
     async def aclose(self, *, drained: bool) -> None:
-        """Fail pending operations. The close of the world's transport ends all its splits, and frees their memory.
+        """Fail pending operations. The close of the world's transport ends all splits and frees their memory.
 
         Unless `drained`, the memory is kept until this object dies, since other ranks may still read it.
         """
@@ -90,7 +93,7 @@ class ShmTransport:
                 self.messages.release()
 
     async def _part(self) -> None:
-        """Wait until no other rank needs this rank's memory: all have closed their transports too."""
+        """Wait until no other rank needs this rank's memory, since all have closed their transports."""
         neighbours = self.near.neighbours.values()
         until = asyncio.get_running_loop().time() + _PART_SECONDS
         with transport_lock:
@@ -109,6 +112,6 @@ class ShmTransport:
 def open_world(near: Neighbourhood) -> ShmTransport:
     """Return a transport over all ranks of `near`; once in the life of `near`.
 
-    Every rank must call it. Raises MemoryError if there is no memory for the queues.
+    Every rank must make this call. Raises MemoryError if there is no memory for the queues.
     """
     return ShmTransport(Messages(near, Progress.current()), _WORLD, near.members)
