@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return lines with aligned columns; the first line is `#` and `heads`.
+    """Return lines with aligned columns. The first line is `#` and `heads`.
 
     >>> print(columns(("a", "word"), [("1", "one"), ("100", "hundred")]))
     # a    word

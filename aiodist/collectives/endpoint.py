@@ -1,9 +1,9 @@
-"""Endpoints, which carry the messages of a program, their record, and the interface of implementations.
+"""Endpoints, which carry and record the messages of a program. The interface of implementations.
 
-The record lets two ranks drain the messages between them if they differ. Messages of one tag between two ranks keep
-their order: the k-th send of one rank matches the k-th receive of the other. So after both have stopped, the unmatched
-messages are the end of the longer list. The ranks exchange their lists. Each rank then sends zeros for the unmatched
-receives of the other, and receives and discards its unmatched sends.
+Two ranks that differ drain the messages between them by the record. Messages of one tag between two ranks keep their
+order: the k-th send of one rank matches the k-th receive of the other. So after both have stopped, the unmatched
+messages are the end of the longer list. The ranks exchange the lists. Each rank then sends zeros for the unmatched
+receives of the other, and discards the unmatched sends of the other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeviceMessages(Protocol):
         """Send like `Transport.isend`, after the earlier work of the current stream."""
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive like `Transport.irecv`; done when later work of the current stream can use the data."""
+        """Receive like `Transport.irecv`. Done when later work of the current stream can use the data."""
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
         """Call `then` with a copy of `t` in memory of the host, or with an error."""
@@ -53,7 +53,7 @@ class DeviceMessages(Protocol):
         """Copy `host` to `t`, of the same shape and dtype, after the earlier work of the current stream."""
 
     def cut(self, t: Tensor) -> Sequence[Tensor]:
-        """Return the chunks of flat `t`; each chunk is a message."""
+        """Return the chunks of flat `t`. Each chunk is a message."""
 
 
 class Differ(Exception):
@@ -76,7 +76,7 @@ class Traffic:
     """The record of the messages of one operation on this rank."""
 
     rooms: list[Tensor] | None = None
-    """Reused buffers for receives that may match a longer message; None if the ranks agree."""
+    """Reused buffers for receives that may match a longer message, or None if the ranks agree."""
     agreed: Callable[[Done], None] = _AGREED
     """Calls back when all ranks have issued this operation, or with an error."""
     refusal: BaseException | None = None
@@ -84,7 +84,7 @@ class Traffic:
     native: int = 0
     """Number of running native parts, in a library or in shared memory. Native parts cannot be stopped."""
     way: str = ""
-    """Name of the implementation; the last one if several ran."""
+    """Name of the implementation, or of the last one if several ran."""
     _sent: dict[int, Lists] = field(default_factory=dict)
     _asked: dict[int, Lists] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class Traffic:
         return self._sent.get(rank, {}), self._asked.get(rank, {})
 
     def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:
-        """Match the recorded sends and receives of `rank` with those of this rank; the transport lock is held."""
+        """Match the recorded sends and receives of `rank` with those of this rank (transport lock held)."""
         mine, wanted = self.with_rank(rank)
         for tag, sizes in asked.items():
             for nbytes in sizes[len(mine.get(tag, ())) :]:
@@ -163,7 +163,7 @@ class RecentTraffic(dict[int, Traffic]):
         self._rooms = rooms
 
     def enter(self, number: int, *, several: bool) -> Traffic:
-        """Return the traffic of the next operation; `several` is True if there are several hosts."""
+        """Return the traffic of the next operation. `several` is True if there are several hosts."""
         traffic = self[number] = Traffic(self._rooms if several else None)
         while (oldest := next(iter(self))) <= number - _MOST_RECENT:
             del self[oldest]
@@ -187,7 +187,7 @@ class Endpoint:
         """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
         `number` is that of the operation; its key identifies collectives of a library, since tags repeat after some
-        operations. `ranks` are the ranks of the transport that take part, in order; None is all.
+        operations. `ranks` are the participating ranks of the transport, in order, or None for all.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -242,7 +242,7 @@ class Endpoint:
 
 
 def on_lane(ep: Endpoint, lane: int) -> Endpoint:
-    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1. A lane has no lanes of its own."""
+    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1. A lane has no further lanes."""
     other = copying.copy(ep)
     other.whole = True
     other.tag = ep.tag + lane * LANE_TAGS
@@ -255,11 +255,14 @@ class Implementation(ABC):
 
     name: str
     finishes: bool = False
-    """True if allreduce and reduce_scatter take 16-bit floats and means, and round once."""
+    """True if allreduce and reduce_scatter take 16-bit floats and means with one rounding."""
     in_order: bool = False
     """True if operations match by the order of the calls alone, so that only first steps of operations use them."""
     recallable: bool = False
-    """True if an operation stops on all ranks when one rank fails; else the ranks that have begun wait for it."""
+    """True if an operation stops on all ranks when one rank fails.
+
+    False if the ranks that have begun wait for that rank.
+    """
     compares: bool = False
     """True if `run` waits for the agreement of the hosts, after the part within a host."""
 

@@ -1,9 +1,9 @@
 """Collectives in two levels: within each host, and between hosts.
 
-n bytes per rank, h hosts of l ranks. Each host sends 2n(h-1)/h bytes to other hosts. In the form *hierarchical* all its
-ranks send a share (reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within). In the form
-*leaders*, for hosts with different numbers of ranks, its first rank sends all (reduce, allreduce among the first ranks,
-broadcast). A flat ring sends 2n(p-1)/p bytes across each link between two hosts.
+n bytes per rank, h hosts of l ranks. Each host sends 2n(h-1)/h bytes to other hosts. In the form *hierarchical* all
+ranks of a host send a share (reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within). In
+the form *leaders*, for hosts with different numbers of ranks, the first rank of a host sends all (reduce, allreduce
+among the first ranks, broadcast). A flat ring sends 2n(p-1)/p bytes across each link between two hosts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _OPERATIONS = ("allreduce", "broadcast", "reduce")
 
 
 class Hierarchical(Implementation):
-    """See the module, and `Implementation`.
+    """See the module and `Implementation`.
 
-    If hosts differ on an operation, the part between them stops. The ranks within a host agree, and all of them
-    continue to the end, since none may wait for a rank that has stopped.
+    If hosts differ on an operation, the part between hosts stops. The ranks within a host agree. They all continue to
+    the end, since none may wait for a rank that has stopped.
     """
 
     compares = True
@@ -41,7 +41,7 @@ class Hierarchical(Implementation):
         within: Implementation | None,
         limits: Mapping[str, int],
     ) -> None:
-        """`hosts` are the ranks of each host, `within` is the implementation for this host; see `LIMITS`."""
+        """`hosts` are the ranks of each host, `within` is the implementation for this host (see `LIMITS`)."""
         self.name = form
         self._limits = limits
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
@@ -50,7 +50,7 @@ class Hierarchical(Implementation):
         self._local = self._here.index(rank)
         self._within = within or Scheduled("direct")
         self.recallable = self._within.recallable
-        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # in one chunk, since it is on a lane
+        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # in one chunk on a lane
         self._tree = Scheduled("tree")
 
     @classmethod
@@ -65,7 +65,7 @@ class Hierarchical(Implementation):
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind; a single allreduce in chunks that are in flight at the same time."""
+        """Run collectives of one kind. A single allreduce goes in chunks that are in flight at the same time."""
         first = primitives[0]
         ts = [o.t for o in primitives]
         if first.kind == "broadcast":
@@ -116,7 +116,7 @@ class Hierarchical(Implementation):
             await self._within.run(here, [Primitive("broadcast", t) for t in ts])
 
     async def _reduce(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Reduce within each host to its representative, and from there to root."""
+        """Reduce within each host to a representative, then among the representatives to root."""
         root, op = primitives[0].root, primitives[0].op
         representatives, home = self._representatives(root)
         here = ep.among(self._here)
@@ -130,7 +130,7 @@ class Hierarchical(Implementation):
             await self._between(across, totals, [Primitive("reduce", total, op=op, root=home) for total in totals])
 
     async def _broadcast(self, ep: Endpoint, ts: Sequence[Tensor], root: int) -> None:
-        """Broadcast from root to the representative of each host, and from there to the others."""
+        """Broadcast from root to a representative of each host, then within each host."""
         representatives, home = self._representatives(root)
         here = ep.among(self._here)
         mine = self._here.index(representatives[self._host])
@@ -141,12 +141,12 @@ class Hierarchical(Implementation):
             await self._within.run(here, [Primitive("broadcast", t, root=mine) for t in ts])
 
     def _representatives(self, root: int) -> tuple[list[int], int]:
-        """Return a rank of each host, root for its own, and the number of root's host."""
+        """Return a rank of each host (root for root's host) and the number of root's host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
     async def _between(self, ep: Endpoint, wholes: Sequence[Tensor], primitives: Sequence[Primitive]) -> None:
-        """Run the part between hosts, and stop if they differ; parts of large `wholes` wait for the comparison.
+        """Run the part between hosts, with a stop if they differ. Parts of large `wholes` wait for the comparison.
 
         The agreement decides the outcome of the operation later.
         """

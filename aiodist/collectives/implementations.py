@@ -1,4 +1,4 @@
-"""All implementations of one communicator, the choice among them, and programs that run the chosen ones."""
+"""All implementations of one communicator, and the choice among them. Programs that run them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class NativeCollectives(Implementation):
         return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return a function that starts an allreduce by one native call; None if a conversion is necessary."""
+        """Return a function that starts an allreduce by one native call, or None if a conversion is necessary."""
         short = kind.is_floating_point and kind.itemsize < 4  # summed in float32
         if (short and not self.finishes) or not self._native.supports(Wanted("allreduce", kind, op, numel)):
             return None
@@ -106,7 +106,7 @@ class Repertoire:
     """The implementations and the selector table of a communicator, equal on all ranks.
 
     A repertoire is immutable: an edit makes another one. So an operation issued before an edit uses the old table on
-    every rank, whenever each of them starts it.
+    every rank, whenever that rank starts the operation.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Repertoire:
         self._shares = within is not None and within.size == transport.size
         """True if all ranks share memory, where operations are compared."""
         self.edition = 0 if table is None else table.fingerprint
-        """Fingerprint of an edited table; 0 for the default table."""
+        """Fingerprint of an edited table, or 0 for the default table."""
         self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
         if not isinstance(cuda, str):  # a given table may lack the rows for devices
             self.table = self.table.on_cuda()
@@ -164,7 +164,7 @@ class Repertoire:
 
     @property
     def why_no_cuda(self) -> str:
-        """Reason why there is no implementation for CUDA devices; empty if there are some."""
+        """Reason why there is no implementation for CUDA devices (empty if there are some)."""
         return self._cuda if isinstance(self._cuda, str) else ""
 
     # --- choosing -------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Repertoire:
     # --- editing --------------------------------------------------------------------------------------------
 
     def refusal(self, edit: Edit) -> str | None:
-        """Return the reason why the implementation of `edit` is not available, or None if it is.
+        """Return the reason why the implementation of `edit` is not available, or None.
 
         Rows for another number of hosts are for splits of this communicator, which check them.
         """
@@ -293,7 +293,7 @@ class Repertoire:
         return self._alone or "its ranks share no memory"
 
     def _because(self, impl: str) -> str:
-        """Return the reason why `impl` is missing; empty if `impl` is no known implementation."""
+        """Return the reason why `impl` is missing (empty if `impl` is no known implementation)."""
         if impl not in (*IMPLEMENTATIONS,):
             return ""
         device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"
@@ -309,7 +309,7 @@ class Primitives:
     impl: str = "auto"
     _: KW_ONLY
     later: bool = False
-    """True for any step but the first; see `afterwards`."""
+    """True for any step but the first (see `afterwards`)."""
     device: torch.device = _CPU
     """This rank's device."""
 
@@ -322,7 +322,7 @@ class Primitives:
         return replace(self, later=True)
 
     async def run(self, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind on flat tensors; those of one implementation have joined steps.
+        """Run collectives of one kind on flat tensors. The collectives of one implementation have joined steps.
 
         Partial results of 16-bit floats are in float32, so each result is rounded once. The implementations run one
         after another, in the same order on all ranks, so they may share tags. A library comes first: then the order of
@@ -358,7 +358,7 @@ class Primitives:
     async def exchange(self, exchanges: Sequence[Exchange], ahead: Sequence[Transfer] = ()) -> None:
         """Send and receive tensors, after the transfers `ahead`: in messages, or natively if all ranks can.
 
-        All ranks must know which of the tensors are on the CPU, and which on CUDA devices.
+        All ranks must know which tensors are on the CPU and which on CUDA devices.
         """
         on_cpu = [o for o in exchanges if o.t.is_cpu]
         on_cuda = [o for o in exchanges if not o.t.is_cpu]

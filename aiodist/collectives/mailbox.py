@@ -1,9 +1,9 @@
 """Point to point: tensors and objects between two ranks, matched by source and tag in issue order.
 
-A message is a frame with a header, and with the data if these are short; longer data follow under a tag of their own.
-One receive for frames, from any source, is posted while a receive of the program waits; matching is done here. So a
-receive without a message can be withdrawn without losing one, sizes need not be known, and every backend behaves the
-same. A synchronous message asks for an answer, a frame of its own kind, when a receive has matched it.
+A message is a frame with a header and short data. Longer data follow under a separate tag. One receive for frames, from
+any source, is posted while a receive of the program waits. Matching is done here. So a receive without a message can be
+withdrawn without loss. Sizes need not be known. Every backend behaves the same. A synchronous message asks for an
+answer after the match, a frame of a separate kind.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class Mailbox:
         self._matching: Matching[MailboxReceive, MailboxMessage] = Matching()
         self._listening = self._looping = self._farewell_came = False
         self.sent: Counter[int] = Counter()
-        """Number of frames sent to each other rank; `heard` of this rank there is equal if no frame is in flight."""
+        """Number of frames sent to each other rank. `heard` of this rank there is equal if no frame is in flight."""
         self.heard: Counter[int] = Counter()
         self._number = 0
         self._lines: dict[int, object] = {}
         self._unanswered: dict[int, Done] = {}
-        """By number: synchronous messages without an answer; by `_FAREWELL`, the wait for the rank before this one."""
+        """Synchronous messages without an answer, by number. The wait for the rank before this one, by `_FAREWELL`."""
         self.taking: dict[MailboxReceive, int] = {}
-        """Receives that have matched a message in flight, each with the size of that in bytes."""
+        """Receives that have matched a message in flight, each with the size of the message in bytes."""
         self._kept_from = can.kept_from
         self.kept = 0
         """Number of pending messages that end only after a match, without the synchronous ones."""
         self.kept_sent: Counter[int] = Counter()
-        """Number of such messages that have ended, by rank; at most `kept_matched` of this rank there."""
+        """Number of such messages that have ended, by rank, at most `kept_matched` of this rank there."""
         self.kept_matched: Counter[int] = Counter()
 
     @property
@@ -84,11 +84,11 @@ class Mailbox:
         return len(self._unanswered) - (_FAREWELL in self._unanswered)
 
     def line_of(self, number: int) -> object | None:
-        """Return the line that sent message `number`; None if the line is no longer kept."""
+        """Return the line that sent message `number`, or None if the line is no longer kept."""
         return self._lines.get(number)
 
     def leftovers(self) -> list[tuple[int, int, str]]:
-        """Return the messages without a receive: source, number at the source, and words; from any thread."""
+        """Return the messages without a receive: source, number at the source, words (any thread)."""
         return [(message.src, message.number, str(message)) for message in self._matching.messages]
 
     def keeps(self, t: Tensor, dst: int) -> bool:
@@ -101,7 +101,7 @@ class Mailbox:
     async def send(
         self, ts: Sequence[Tensor], dst: int, tag: int, kind: int, line: object, *, synchronous: bool = False
     ) -> None:
-        """Send each of `ts` as a message; return when the tensors may be reused.
+        """Send each of `ts` as a message. Return when the tensors may be reused.
 
         `line` is the line of the call. A synchronous send returns after a receive has matched each message.
         """
@@ -181,9 +181,9 @@ class Mailbox:
         guarded(partial(self._transport.isend, answer, message.src, _FRAME_TAG), keeping(answer, ignore))
 
     async def part(self) -> None:
-        """Receive all messages to this rank; return when the rank before this one, in a ring, has parted too.
+        """Receive all messages to this rank. Return when the rank before this one, in a ring, has parted too.
 
-        Every rank notifies the next one, after all have issued their last operation. So no receive stays posted.
+        Every rank notifies the next one after the last operation of all ranks. So no receive stays posted.
         """
         following = (self._transport.rank + 1) % self._transport.size
         header = Header(MessageKind.FAREWELL, self._transport.rank)
@@ -262,7 +262,7 @@ class Mailbox:
         wanted.cancel_work()
 
     def arrived(self, message: MailboxMessage) -> None:
-        """Give a message to the first receive that takes it; else keep the message."""
+        """Give a message to the first receive that takes the message, or keep the message."""
         if not message.order:
             self._matching.number(message)
         while (wanted := self._matching.match(message.src, message.tag, message.kind)) is not None:
@@ -271,7 +271,7 @@ class Mailbox:
         self._matching.keep(message)
 
     def put_back(self, wanted: MailboxReceive) -> Callable[[Arrived | None, BaseException | None], None]:
-        """Put the message of `wanted` back into its old place; call `match_again` next.
+        """Put the message of `wanted` back into its old place. Call `match_again` next.
 
         Return the callback for the end of the transfer, which may still be in flight.
         """
@@ -289,7 +289,7 @@ class Mailbox:
         return finished
 
     def take_back(self, wanted: MailboxReceive, data: Tensor | Unpacked) -> None:
-        """Do what `put_back` does for a message that was received as `data`."""
+        """Put back, as `put_back`, a message that was received as `data`."""
         message = wanted.given
         assert message is not None
         message.place = DataPlace.RETURNED
@@ -301,14 +301,14 @@ class Mailbox:
         self._matching.keep(message)
 
     def match_again(self) -> None:
-        """Deliver the messages that were put back to the receives that match them."""
+        """Deliver the messages that were put back to matching receives."""
         for message in self._matching.cancel_messages(lambda message: message.place == DataPlace.RETURNED):
             self.arrived(message)
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
     def _deliver(self, message: MailboxMessage, wanted: MailboxReceive) -> bool:
-        """Bring `message` to `wanted`; withdraw `wanted` and return False if that takes no message."""
+        """Bring `message` to `wanted`. Withdraw `wanted` and return False if that takes no message."""
         if not wanted.take():
             wanted.fail(asyncio.CancelledError())
             return False
@@ -324,7 +324,7 @@ class Mailbox:
         return True
 
     async def _bring(self, message: MailboxMessage, wanted: MailboxReceive) -> Arrived:
-        """Move the bytes of a message to its receive; return what arrived, or raise the error of the receive."""
+        """Move the bytes of a message to its receive. Return what arrived, or raise the error of the receive."""
         refusal = wanted.refusal(message)
         into = wanted.into if refusal is None else None
         data: Tensor | Unpacked
@@ -362,7 +362,7 @@ class Mailbox:
         await transfers([partial(self._transport.irecv, piece, message.src, message.number) for piece in pieces])
 
     async def _to_device(self, message: MailboxMessage, into: Tensor | None, device: torch.device) -> Tensor:
-        """Move the bytes of a message to the front of `into`, or to a new tensor, on a device; return that."""
+        """Move the bytes of a message to the front of `into`, or to a new tensor, on a device. Return that."""
         messages, meta = self.device_messages, message.meta
         assert messages is not None
         if into is None:

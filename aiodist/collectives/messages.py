@@ -1,4 +1,4 @@
-"""Messages of the mailbox between two ranks: records in memory, and the format on the wire."""
+"""Messages of the mailbox between two ranks: records in memory, format on the wire."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiodist.errors import BackendError
 from aiodist.streams.memory import bytes_of
 
 FRAME_BYTES = 1024
-"""Most bytes of a frame: a header, dtype and shape of the tensor, and short data."""
+"""Most bytes of a frame: a header, dtype and shape of the tensor, short data."""
 INLINE_BYTES = FRAME_BYTES - HEADER_BYTES - META_BYTES
 """Most bytes of data in a frame."""
 
@@ -42,13 +42,13 @@ class DataPlace(IntEnum):
     """Place of the bytes of a message."""
 
     AFTER = 0
-    """In a message of their own, which follows."""
+    """The data are in a separate message, which follows."""
     INLINE = 1
     """In the frame."""
     PIECES = 2
-    """In messages that follow as `DeviceMessages` sends them."""
+    """The data are in messages of `DeviceMessages`, which follow."""
     RETURNED = 3
-    """With the receive that has given the message back."""
+    """The data are with the receive that has given the message back."""
 
 
 class MessageFlag(IntEnum):
@@ -75,7 +75,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """The object of a message that was received and given back, in place of its bytes."""
+    """The object of a message that was received and given back, in place of the bytes."""
 
     obj: Any
 
@@ -95,7 +95,7 @@ class MailboxReceive(PostedReceive):
     handle: object = None
     """The handle of the receive after a match."""
     take: Callable[[], bool] = lambda: True
-    """Called when a message matches; False withdraws the receive."""
+    """Called when a message matches. False withdraws the receive."""
 
     def fail(self, error: BaseException | None) -> None:
         """End the receive with `error`, without work on a device."""
@@ -116,7 +116,7 @@ class MailboxReceive(PostedReceive):
         return None
 
     def refusal(self, message: MailboxMessage) -> BaseException | None:
-        """Return the error of a `message` that does not fit; such a message is received and discarded."""
+        """Return the error of a `message` that does not fit. Such a message is received and discarded."""
         into, meta = self.into, message.meta
         if into is None:
             return None

@@ -17,12 +17,12 @@ META_BYTES = _FORMAT.size
 
 
 class Meta(NamedTuple):
-    """A tensor without its data."""
+    """A tensor without data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     on_device: bool = False
-    """True if the tensor was on a CUDA device of its sender."""
+    """True if the tensor was on a CUDA device of the sender."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +37,7 @@ class Meta(NamedTuple):
 
 
 def pack_meta(t: Tensor) -> bytes:
-    """Return `META_BYTES` bytes; a shape of more than 16 dimensions becomes flat."""
+    """Return `META_BYTES` bytes. A shape of more than 16 dimensions becomes flat."""
     shape = tuple(t.shape) if t.dim() <= _MAX_DIMS else (t.numel(),)
     dims = len(shape) if t.is_cpu else len(shape) | _ON_DEVICE
     return _FORMAT.pack(dtype_code(t.dtype), dims, *shape, *(0,) * (_MAX_DIMS - len(shape)))

@@ -49,10 +49,10 @@ async def elementwise(
     kind: str = "allreduce",
     root: int | None = None,
 ) -> Sequence[Any]:
-    """Reduce each of `ts` into its output in `outs`, which may be the same tensor; return the outputs.
+    """Reduce each of `ts` into its output in `outs`, which may be the same tensor. Return the outputs.
 
-    `kind` is allreduce; reduce, which returns None except on `root` and only reads the tensors of other ranks; or scan,
-    over ranks 0 to this one, whose mean divides by their number.
+    `kind` is allreduce, reduce or scan. A reduce returns None except on `root`, and only reads the tensors of other
+    ranks. A scan goes over ranks 0 to this one, with a mean of these ranks.
     """
     mine = root in (None, p.ep.rank)
     targets = ts
@@ -64,7 +64,7 @@ async def elementwise(
 
 
 async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` over the ranks before mine; the tensors of rank 0 do not change, as in MPI."""
+    """Reduce each of `ts` over the ranks before mine. The tensors of rank 0 do not change, as in MPI."""
     ep = p.ep
     targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
     if p.ep.size == 1 and p.impl == "auto":
@@ -129,7 +129,7 @@ async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
 
 
 async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapping[int, int]) -> dict[int, list[Meta]]:
-    """Send the metadata of the tensors `to` each rank; return the metadata from the ranks `by`."""
+    """Send the metadata of the tensors `to` each rank. Return the metadata from the ranks `by`."""
     records = {rank: torch.empty(count * META_BYTES, dtype=torch.uint8, device="cpu") for rank, count in by.items()}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
     sends = [ep.send(as_tensor(b"".join(map(pack_meta, ts))), rank) for rank, ts in to.items()]
@@ -143,7 +143,7 @@ async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapp
 async def gather(
     p: Primitives, ts: Sequence[Tensor], out: Tensor | None = None, *, root: int
 ) -> Sequence[list[Tensor] | Tensor | None]:
-    """Return for each of `ts` the tensors of all ranks on root, None elsewhere; sizes may differ."""
+    """Return for each of `ts` the tensors of all ranks on root, None elsewhere. Sizes may differ."""
     ep = p.ep
     if ep.rank != root:
         await _introduced(ep, {root: ts}, {})
@@ -173,7 +173,7 @@ async def gather(
 async def scatter(
     p: Primitives, lists: Sequence[Sequence[Tensor]] | None, nested: bool, out: Tensor | None, root: int
 ) -> Tensor | list[Tensor]:
-    """Return root's tensor number `rank`, in `out` or in new memory; a list of such for a list of lists.
+    """Return root's tensor number `rank`, in `out` or in new memory, or a list of such for a list of lists.
 
     Root sends the number of lists (-1: one, not nested) with the first tensor's dtype and shape, so that a scatter of
     one list takes two messages per rank.
@@ -222,12 +222,12 @@ def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -
 async def alltoall(
     p: Primitives, lists: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None = None
 ) -> list[list[Tensor]]:
-    """Return for each of `lists` the tensors from all ranks for this one, by rank; `out` requires a single list."""
+    """Return for each of `lists` the tensors from all ranks for this one, by rank. `out` requires a single list."""
     ep = p.ep
     if p.impl == "bruck":
         return await _equal_alltoall(p, lists, out)
     others = [rank for rank in range(ep.size) if rank != ep.rank]
-    if out is not None:  # in place: a tensor to a rank must not be overwritten by the one from it
+    if out is not None:  # in place: the tensor from a rank must not overwrite the one to that rank
         lists = [
             [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)] for ts in lists
         ]
@@ -266,7 +266,7 @@ async def _equal_alltoall(
 
 
 async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Tensor:
-    """Send `sizes[r]` rows of `t` to rank r (None: equal sizes); return the rows from all ranks, in rank order."""
+    """Send `sizes[r]` rows of `t` to rank r (None: equal sizes). Return the rows from all ranks, in rank order."""
     ranks, row = p.ep.size, t.shape[1:].numel()
     data = p
     if sizes is None:
@@ -291,7 +291,7 @@ async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: S
 async def reduce_scatter(
     p: Primitives, ts: Sequence[Tensor], out: Tensor | None, op: ReduceOp, blocks: Sequence[Sequence[torch.Size]]
 ) -> list[Tensor]:
-    """Return my block of each of `ts`, reduced; `blocks` are the shapes of all ranks' blocks, for each of `ts`."""
+    """Return my block of each of `ts`, reduced. `blocks` are the shapes of all ranks' blocks, for each of `ts`."""
     targets: list[Tensor] = []
     primitives: list[Primitive] = []
     for t, shapes in zip(ts, blocks, strict=True):
@@ -332,7 +332,7 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
 def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[tuple[int, int]] = ()) -> Tensor:
     """Return `out` as `shape`: narrowed if `out` is larger, grown if `out` is too small and owns its memory.
 
-    `sent` has the sending ranks and their numbers of elements, unless these numbers are equal.
+    `sent` has the sending ranks with numbers of elements, unless these numbers are equal.
 
     Raises ValueError if `out` cannot grow (a view, or borrowed memory), TypeError for another dtype.
     """
@@ -364,7 +364,7 @@ def _sender_text(sent: Mapping[int, int]) -> str:
 
 
 def _room(meta: Meta, out: Tensor | None, device: torch.device, src: int | None = None) -> Tensor:
-    """Return memory for a tensor of `meta`, in `out` or new; `src` is the sender, None for this rank."""
+    """Return memory for a tensor of `meta`, in `out` or new. `src` is the sender, None for this rank."""
     if out is not None:
         return fit(out, meta.shape, meta.dtype, () if src is None else [(src, meta.numel)])
     return torch.empty(meta.shape, dtype=meta.dtype, device=device)
@@ -395,7 +395,7 @@ def _agree_on_place(on_device: Mapping[int, bool]) -> None:
 
 
 def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
-    """Return the shape of all tensors concatenated along dim 0; numbers count as tensors of one element."""
+    """Return the shape of all tensors concatenated along dim 0. Numbers count as tensors of one element."""
     rows = [meta.shape or (1,) for meta in metas]
     tails = {row[1:] for row in rows if row[0]} or {rows[0][1:]}
     if len(tails) > 1:
@@ -422,7 +422,7 @@ async def each(
     *,
     listed: bool,
 ) -> Any:  # noqa: ANN401
-    """Run `work` on `ts`; return its results, or the result of the only tensor unless `listed`, converted."""
+    """Run `work` on `ts`. Return the converted results, or the result of the only tensor unless `listed`."""
     results = await work(p, ts, **arguments)
     result = results if listed else results[0]
     return result if convert is None else convert(result)

@@ -1,6 +1,6 @@
 """Runs a schedule (`aiodist.schedules`) on tensors, by messages of an endpoint.
 
-Each lane is a program with a tag of its own, so that lanes are independent.
+Each lane is a program with a separate tag, so that lanes are independent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
-_SHORT_BYTES = 64 << 10  # planning the steps of shorter tensors takes as long as running them
+_SHORT_BYTES = 64 << 10  # the plan of the steps of shorter tensors takes as long as their run
 _FEW_RANKS = 64
 _MOST_KEPT = 256
 
 
 class Scheduled(Implementation):
-    """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
+    """The `Implementation` by the schedule called `name`, over the messages of the endpoint.
 
-    `chunks` is the number of parts in flight at the same time, or one after the other; with None the size and `limits`
+    `chunks` is the number of parts in flight at the same time, or one after the other. With None the size and `limits`
     (see `LIMITS`) determine `chunks`. Each of the parts in flight at the same time has its own tag, a lane. Several
-    tensors share the lanes: the steps are joined, and each tensor goes in one chunk.
+    tensors share the lanes: the steps are joined, with one chunk per tensor.
     """
 
     recallable = True
@@ -50,7 +50,7 @@ class Scheduled(Implementation):
         return f"there is no schedule {self.name!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind; an allreduce gives all ranks the same bits."""
+        """Run collectives of one kind. An allreduce gives all ranks the same bits."""
         whole = len(primitives) > 1 or ep.whole
         works = [self._work(ep, o, whole) for o in primitives]
         lanes = max(len(work.schedule.lanes) for work in works)
@@ -63,7 +63,7 @@ class Scheduled(Implementation):
                 copy(o.out, work.block)
 
     def _work(self, ep: Endpoint, o: Primitive, whole: bool) -> _Work:
-        """Return the schedule of `o` and its working buffer; `whole`: in one chunk."""
+        """Return the schedule of `o` with a working buffer. True for `whole` means one chunk."""
         tensors, block = [o.t], None
         args: list[Any] = []
         if o.kind == "allgather":
@@ -91,9 +91,9 @@ class Scheduled(Implementation):
         return _Work(schedule, parts, o.op, block)
 
     def _schedule(self, operation: str, nbytes: int, whole: bool, args: tuple[Any, ...]) -> Schedule:
-        """Return the schedule of an operation; those for few ranks and short tensors are cached.
+        """Return the schedule of an operation. Schedules for few ranks and short tensors are cached.
 
-        `args` are the rank, the number of ranks, and the numbers of elements: one, or a tuple of those of blocks.
+        `args` are the rank, the number of ranks, and the number of elements or a tuple of those of blocks.
         """
         key = (operation, nbytes, whole, *args)
         schedule = self._kept.get(key)
@@ -114,14 +114,14 @@ class Scheduled(Implementation):
 
 
 class _Work(NamedTuple):
-    """A schedule and its working buffer: some tensors, one after the other, then scratch."""
+    """A schedule with its working buffer: some tensors, one after the other, then scratch."""
 
     schedule: Schedule
     parts: Sequence[tuple[int, int, Tensor]]
     """First and last bound in the buffer, with the elements."""
     op: ReduceOp
     block: Tensor | None
-    """The result, which is copied to its place at the end."""
+    """The result, copied to its place at the end."""
 
     def view(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which are in one tensor."""
@@ -142,7 +142,7 @@ async def _run_lane(ep: Endpoint, works: Sequence[_Work], lane: int) -> None:
 
 
 def _steps(ep: Endpoint, work: _Work, steps: Iterator[Step]) -> Iterator[Sequence[Transfer]]:
-    """Yield the transfers of each step; combine the received data when the next step is taken.
+    """Yield the transfers of each step. Combine the received data when the next step is taken.
 
     Data to combine arrive in a room that is reused in each step.
     """

@@ -205,7 +205,7 @@ def missing() -> str | None:
 def version_installed() -> tuple[int, ...]:
     """Return the version of NCCL's wheel, such as (2, 32, 3), or () if none is installed, without a load.
 
-    Of two installed wheels, the one for torch's CUDA counts.
+    The wheel for torch's CUDA counts if two wheels are installed.
     """
     ours, other = ("cu13", "cu12") if _extra() == "cuda13" else ("cu12", "cu13")
     for built_for in (ours, other):

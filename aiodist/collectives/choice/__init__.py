@@ -1,1 +1,1 @@
-"""The choice of an implementation: the selector, its table and file, and facts common to all ranks."""
+"""The choice of an implementation: the selector, with a table, a file, and facts common to all ranks."""

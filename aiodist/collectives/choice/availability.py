@@ -1,4 +1,4 @@
-"""The implementations of a communicator, by operation and device, and why it lacks the others."""
+"""The implementations of a communicator, by operation and device, with reasons for missing ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiodist.collectives.columns import columns
 from aiodist.types import OPERATIONS, Impl
 
 EXCHANGES = ("gather", "scatter", "alltoall", "alltoall_single")
-"""Operations with separate data for each pair of ranks; NCCL has them too."""
+"""Operations with separate data for each pair of ranks. NCCL has them too."""
 ONE_FORM = dict.fromkeys(EXCHANGES, "direct") | {"exscan": "chain"}
 """Operations with one implementation on the CPU, made of messages: `impl=` has no effect."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
@@ -44,11 +44,11 @@ class Offer:
     device: str
     state: State
     reason: str = ""
-    """Reason why it is not available; empty if it is."""
+    """Reason why the implementation is not available (empty if available)."""
 
 
 class Availability(Sequence[Offer]):
-    """All offers of a communicator; `print` shows them, `show` some of them."""
+    """All offers of a communicator. `print` shows all, and `show` some."""
 
     def __init__(self, offers: Sequence[Offer]) -> None:
         self._offers = tuple(offers)
@@ -60,7 +60,7 @@ class Availability(Sequence[Offer]):
         return len(self._offers)
 
     def of(self, operation: str, impl: str, device: str = "cpu") -> Offer:
-        """Return that offer; raise ValueError, with the known names, for an unknown one."""
+        """Return that offer, or raise ValueError, with the known names, for an unknown one."""
         for what, seen, known in (
             ("operation", operation, EVERY_OPERATION),
             ("implementation", impl, IMPLEMENTATIONS),
@@ -78,7 +78,7 @@ class Availability(Sequence[Offer]):
         device: str | None = None,
         state: str | None = None,
     ) -> str:
-        """Return the table as text; offers with the same state share a line.
+        """Return the table as text. Offers with the same state share a line.
 
         Each argument selects the offers of this operation, implementation, device or state.
         """

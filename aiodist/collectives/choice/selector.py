@@ -23,8 +23,8 @@ _LARGEST = 1 << 62
 class Selector:
     """The table of a communicator: device, hosts, operation and size to the name of an implementation.
 
-    `print` shows it, `show` a part of it, in the format of the file of `AIODIST_SELECTOR` or `init(selector=)`. An edit
-    is valid from the next operation on, for this communicator and its splits; operations issued before keep their
+    `print` shows the table, and `show` a part, in the format of the file of `AIODIST_SELECTOR` or `init(selector=)`. An
+    edit is valid from the next operation on, for this communicator and its splits. Earlier operations keep their
     implementation. An edit is a collective: every rank makes the same edits in program order, relative to the
     operations of the splits too. Otherwise the handle of the edit and every later operation raise `MismatchError` with
     both sides. The handle need not be awaited. Cost: p-1 messages of 192 bytes.
@@ -33,7 +33,7 @@ class Selector:
     def __init__(
         self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: Callable[[], int]
     ) -> None:
-        """`publish` applies an edit here and to the splits; `large_bytes` returns the current limit."""
+        """`publish` applies an edit here and to the splits. `large_bytes` returns the current limit."""
         self.repertoire = repertoire
         self._large_bytes = large_bytes
         self._publish = publish
@@ -101,16 +101,16 @@ class Selector:
     ) -> Handle[None]:
         """Let `impl` run `operation` on tensors of at least `above` and less than `below` bytes (None: no upper limit).
 
-        `hosts` selects ranks on "one" host or on "several"; None means the hosts of this communicator. The size is that
-        of the tensor, for allgather of the whole result.
+        `hosts` selects ranks on "one" host or on "several", None the hosts of this communicator. The size is that of
+        the tensor, for allgather of the whole result.
 
-        Raises ValueError for unknown names, with the known ones, and for sizes that are no range; and
+        Raises ValueError for unknown names, with the known ones, and for sizes that are no range. Raises
         `BackendUnavailable`, with the reason, if the implementation is not available (see `availability`).
         """
         return self._edit(RangeEdit(device, hosts or self.repertoire.hosts, operation, above, below, impl))
 
     def set_limit(self, name: str, value: int) -> Handle[None]:
-        """Set the threshold or count `name` (see `limits`); a collective like `set`.
+        """Set the threshold or count `name` (see `limits`) in a collective like `set`.
 
         Raises ValueError for an unknown name or a value out of range.
         """
@@ -127,7 +127,7 @@ class Selector:
 
 
 async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> None:
-    """Wait until all ranks have made the same edit; else call `differ` with an error of two sides, and raise it."""
+    """Wait until all ranks have made the same edit. For different edits, call `differ` with an error and raise it."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed

@@ -48,7 +48,7 @@ IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)[1:]
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SHORT_BYTES = 64 << 10
 _LENT_BYTES = 1 << 20
-"""Smallest tensor, in bytes, for CUDA IPC: its description, made once for each storage, takes up to 0.1 s."""
+"""Smallest tensor, in bytes, for CUDA IPC: the description, made once for each storage, takes up to 0.1 s."""
 COMPARED_BYTES = ROOM_BYTES
 """Smallest tensor, in bytes, whose data wait until the hosts have compared the operation."""
 
@@ -140,7 +140,7 @@ Edit = RangeEdit | LimitEdit
 
 
 def parse_edit(line: str) -> Edit:
-    """Return the edit of one line; raise ValueError, with the expected form, if it is invalid.
+    """Return the edit of one line, or raise ValueError, with the expected form, for an invalid line.
 
     >>> parse_edit("cpu one allreduce 256KiB - ring")
     RangeEdit(device='cpu', hosts='one', operation='allreduce', above=262144, below=None, impl='ring')
@@ -216,7 +216,7 @@ class Table:
         return cls(MappingProxyType(rows))
 
     def on_cuda(self) -> Table:
-        """Return the table with rows for CUDA devices: default rows if it has none."""
+        """Return the table with rows for CUDA devices, by default the default rows."""
         # `last_resorts` has the substitutes if NCCL is missing or refuses these ranks.
         usual = {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
         missing = {key: steps for key, steps in usual.items() if key not in self.rows}
@@ -241,7 +241,7 @@ class Table:
     def ranges(
         self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None
     ) -> list[RangeEdit]:
-        """Return the rows as edits; each argument selects the rows of this operation, device or hosts."""
+        """Return the rows as edits. Each argument selects the rows of this operation, device or hosts."""
         found = []
         for (of_device, of_hosts, of_operation), steps in self.rows.items():
             if device in (None, of_device) and hosts in (None, of_hosts) and operation in (None, of_operation):
@@ -263,13 +263,16 @@ def _usual(library: str | None, hosts: str, operation: str, *, shares: bool) -> 
         return ((0, "shm"),)  # for all sizes and tensors: the core chooses the algorithm
     if library is None:
         return ((0, "direct"),)
-    # The ranks must agree before a library's collective, but can compare during our own schedules, which saves time.
+    # The ranks must agree before a library's collective, but can compare during a schedule, which saves time.
     short, long = _SCHEDULE[operation]
     return (0, short), (_SHORT_BYTES, long), (COMPARED_BYTES, library)
 
 
 def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bool = True) -> tuple[str, ...]:
-    """Return substitutes for an implementation of `operation`, the best first; `shares`: the ranks share memory."""
+    """Return substitutes for an implementation of `operation`, the best first.
+
+    True for `shares` means shared memory.
+    """
     short, long = _SCHEDULE[operation]
     of_messages = short if nbytes < _SHORT_BYTES else long
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Table files: the user's, and those that `aiodist tune` measured for these hosts and versions.
+"""Table files of the user, and files that `aiodist tune` measured for these hosts and versions.
 
 A line is an edit (see `choice.table`) or a condition such as `made-for torch 2.13.0`. A `#` begins a comment. A file is
 used as a whole or not at all: an invalid line, two lines about the same size, or a condition that is not met raises a
@@ -35,7 +35,7 @@ async def edits_at_start(
 ) -> list[Edit]:
     """Return, on every rank, the edits of rank 0's file: of the one `asked` for, or if None of a measured one.
 
-    "none" means no file. All ranks raise the errors of `read_edits` on rank 0; the others wait for it for `seconds`.
+    "none" means no file. All ranks raise the errors of `read_edits` on rank 0, for which the others wait `seconds`.
     """
     if channel.rank == 0:
         answer: dict[str, Any] = {}
@@ -60,10 +60,10 @@ def _edits_here(asked: str | os.PathLike[str] | None, world: Repertoire, topolog
 
 
 def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> list[Edit]:
-    """Return the edits of a file; `here` has the conditions of this job.
+    """Return the edits of a file. `here` has the conditions of this job.
 
-    Raises ConfigError for an invalid file or a condition that is not met, and `BackendUnavailable` for an entry that
-    `repertoire` refuses; both name the line.
+    Raises ConfigError for an invalid file or a condition that is not met. Raises `BackendUnavailable` for an entry that
+    `repertoire` refuses. Both errors name the line.
     """
     try:
         text = path.read_text()
@@ -116,7 +116,7 @@ def render(edits: Sequence[Edit], here: Mapping[str, str], title: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically; raise ConfigError if that fails."""
+    """Write a file atomically. Raise ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -135,10 +135,10 @@ def write(path: Path, text: str) -> None:
 
 
 def conditions(repertoire: Repertoire, topology: Topology) -> dict[str, str]:
-    """Return the conditions of a measurement: topology, versions, implementations, and the cores of this host."""
+    """Return the conditions of a measurement: topology, versions, implementations, cores of this host."""
     ranks_per_host = [len(topology.ranks_on(host)) for host in topology.hosts]
     library = repertoire.carrier
-    if library == "mpi":  # the other libraries have torch's version or ours
+    if library == "mpi":  # the other libraries have the version of torch or aiodist
         from aiodist.backends.mpi import library_version
 
         library = library_version().partition(",")[0]

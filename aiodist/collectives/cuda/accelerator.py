@@ -1,4 +1,4 @@
-"""A rank's resources for CUDA tensors: streams, staging, mapped memory of its neighbours, NCCL."""
+"""A rank's resources for CUDA tensors: streams, staging, mapped memory of neighbours, NCCL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CHECK_SECONDS = 0.05  # between two checks of NCCL for asynchronous errors
 def visible_devices(environment: Environment) -> list[str]:
     """Return the visible CUDA devices, by names that are the same in all processes of a host.
 
-    The devices are counted but not opened, which would take memory on them.
+    The devices are counted but not opened: an open device takes memory.
     """
     count = torch.cuda.device_count()
     named = environment.visible_devices
@@ -58,7 +58,9 @@ def means_here(*, nccl_shares: bool) -> Means:
 
 
 def _nccl_here() -> tuple[tuple[int, ...], str]:
-    """Return NCCL's version, or () and the reason why it is missing. It loads NCCL, so that all ranks know a failure.
+    """Return NCCL's version, or () and the reason for a missing NCCL.
+
+    The call loads NCCL, so that all ranks know a failure.
 
     The first call takes some 0.3 s and opens no device.
     """
@@ -71,12 +73,12 @@ def _nccl_here() -> tuple[tuple[int, ...], str]:
 
 
 class Accelerator:
-    """CUDA resources of one rank, shared by all communicators of its world; used on its loop."""
+    """CUDA resources of one rank, shared by all communicators of the world (loop's thread)."""
 
     def __init__(
         self, progress: Progress, channel: Channel, failed: Callable[[str, AiodistError], None], *, direct: bool
     ) -> None:
-        """`failed` is called on the loop with a communicator whose NCCL has failed, and the error.
+        """`failed` is called on the loop with the name of a communicator whose NCCL has failed and the error.
 
         With `direct` the host's transports support device memory.
         """
@@ -97,12 +99,12 @@ class Accelerator:
     # --- operations -----------------------------------------------------------------------------------------
 
     def work(self, name: str, device: torch.device, tag: int | None = None, *, expected: bool = False) -> DeviceWork:
-        """Return the work of an operation of the communicator `name` on `device`; a collective has a tag.
+        """Return the work of an operation of the communicator `name` on `device`. A collective has a tag.
 
         `expected`: the operation may not use the device.
 
-        [Note: whose stream] Each operation has a stream while it queues work. If it has steps on the host, its second
-        step must not wait for work that the caller has queued since, such as the rest of backward. NCCL's kernels wait
+        [Note: whose stream] Each operation has a stream while it queues work. The second step of an operation with
+        steps on the host must not wait for later work of the caller, such as the rest of backward. NCCL's kernels wait
         for one another, so each NCCL communicator has a further stream for its kernels alone.
         """
         stream = self._take_stream(device)
@@ -134,8 +136,8 @@ class Accelerator:
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
         """Return a text with the indices of the devices of `ts` among the used devices of this communicator.
 
-        All ranks must agree on it, since the k-th devices form a group. It is empty without NCCL, and for the first
-        device.
+        All ranks must agree on the result, since the k-th devices form a group. The result is empty without NCCL and
+        for the first device.
         """
         slots = self._slots.get(name)
         return "" if slots is None else slots.places(ts)
@@ -158,7 +160,7 @@ class Accelerator:
         return partial(self._make, ranks, topology, slots)
 
     def _make(self, ranks: Sequence[int], topology: Topology, slots: Slots | str, repertoire: Repertoire) -> Kit:
-        """`slots` are NCCL's, or the reason why it is missing."""
+        """`slots` are those of NCCL, or the reason for a missing NCCL."""
         no_ipc = _missing_on(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         places = [device.physical for device in topology.devices if device is not None]
@@ -188,7 +190,7 @@ class Accelerator:
     # --- queued reductions --------------------------------------------------------------------------------------
 
     def queue_by_nccl(self, name: str, device: torch.device, kind: torch.dtype, op: ReduceOp) -> Queue | None:
-        """Return a function that queues reductions of the communicator `name` by NCCL; None before its first use."""
+        """Return a function that queues reductions of the communicator `name` by NCCL, or None before the first use."""
         slots = self._slots.get(name)
         group = None if slots is None else slots.first_group(device)
         if group is None or not group.opened:
@@ -229,7 +231,7 @@ class Accelerator:
                 self._progress.post(partial(self._failed, group.name.rpartition(" #")[0], error))
 
     def abort(self, name: str, error: AiodistError) -> None:
-        """Abort the NCCL groups of the communicator `name`; on the loop."""
+        """Abort the NCCL groups of the communicator `name` (loop's thread)."""
         for group in self.groups_of(name):
             self._progress.start(partial(group.abort, error))
 
@@ -238,7 +240,7 @@ class Accelerator:
         return [] if self._groups is None else [g for g in self._groups if g.name.rpartition(" #")[0] == name]
 
     async def release(self, name: str, *, drained: bool) -> None:
-        """Release the NCCL groups of the communicator `name`; with `drained` all its ranks do so."""
+        """Release the NCCL groups of the communicator `name`. With `drained` all its ranks make this call."""
         self._slots.pop(name, None)
         for group in self.groups_of(name):
             assert self._groups is not None
@@ -259,7 +261,7 @@ class _Stream(NamedTuple):
 
 
 def _no_nccl(topology: Topology) -> str | None:
-    """Return the reason why NCCL cannot connect these ranks, or None; all ranks return one or none does."""
+    """Return the reason why NCCL cannot connect these ranks, or None. All ranks return one or none does."""
     if missing := _missing_on(topology, lambda means: means.no_nccl):
         return missing
     devices = [device for device in topology.devices if device is not None]

@@ -1,8 +1,8 @@
 """Messages of CUDA tensors, staged through the host in pinned chunks.
 
-A chunk is copied to the host while the one before it is sent. The first chunks are copied on the operation's stream,
-after its earlier work. When the host knows that this work has finished, chunks use the streams for copies (see
-`aiodist.streams.staging`): on the operation's stream they would wait for work that was queued later.
+Each chunk is copied to the host during the send of the chunk before. The first chunks are copied on the operation's
+stream, after its earlier work. When the host knows the end of this work, chunks use the streams for copies (see
+`aiodist.streams.staging`). On the operation's stream, these chunks would wait for work that was queued later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MOST_IN_FLIGHT = 3  # chunks of one message: one is copied while another is sen
 
 
 class StagedMessages:
-    """See `DeviceMessages`; used with the transport lock held.
+    """See `DeviceMessages` (transport lock held).
 
     A contiguous tensor is sent in chunks of `staging.piece_bytes`. `done` is called with the caller's stream as the
     current one.
 
-    Messages with the same peer, direction and tag run one after another: the tensors of a list share a tag, and the
-    order in which their chunks become ready depends on the devices, and differs between the ranks.
+    Messages with the same peer, direction and tag run one after another. The tensors of a list share a tag. Their
+    chunks become ready in an order that depends on the devices, and so differs between the ranks.
     """
 
     def __init__(self, staging: Staging) -> None:
@@ -63,7 +63,7 @@ class StagedMessages:
             start()
 
     def _begin(self, sends: bool, transport: Transport, peer: int, tag: int, t: Tensor, done: Done) -> None:
-        """Begin a message, which is the first in its queue."""
+        """Begin the first message of a queue."""
         (_Sending if sends else _Receiving)(self._staging, transport, t, peer, tag, done).advance()
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
@@ -113,7 +113,7 @@ class DirectMessages(StagedMessages):
 
 
 class _Message:
-    """A message in flight, in chunks; each chunk has a buffer of the host until its end."""
+    """A message in flight, in chunks. Each chunk has a buffer of the host until its end."""
 
     def __init__(self, staging: Staging, transport: Transport, t: Tensor, peer: int, tag: int, done: Done) -> None:
         self._staging = staging
@@ -132,7 +132,7 @@ class _Message:
         """True if earlier work of the stream may not have finished."""
 
     def advance(self) -> None:
-        """Begin as many chunks as may be in flight; end the message if all have ended."""
+        """Begin as many chunks as may be in flight, or end the message if all have ended."""
         while self._error is None and self._begun < len(self._cuts) and self._out < _MOST_IN_FLIGHT:
             i, self._begun = self._begun, self._begun + 1
             self._out += 1
@@ -152,13 +152,13 @@ class _Message:
 
     def _end(self, error: BaseException | None) -> None:
         done, self._done = self._done, ignore
-        # The program continues in this call, and queues its work on the current stream.
+        # The program continues in this call, with its work on the current stream.
         with OnStream(self._current):
             done(error)
 
 
 class _Sending(_Message):
-    """A message from the device to the host, and from there to the peer, in order."""
+    """A message from the device over the host to the peer, in order."""
 
     def __init__(self, staging: Staging, transport: Transport, t: Tensor, peer: int, tag: int, done: Done) -> None:
         super().__init__(staging, transport, t, peer, tag, done)
@@ -184,7 +184,7 @@ class _Sending(_Message):
 
 
 class _Receiving(_Message):
-    """A message from the peer to the host, and from there to the device."""
+    """A message from the peer over the host to the device."""
 
     def __init__(self, staging: Staging, transport: Transport, t: Tensor, peer: int, tag: int, done: Done) -> None:
         super().__init__(staging, transport, t, peer, tag, done)

@@ -1,9 +1,9 @@
 """Elementwise reduction of several tensors of a CUDA device by one kernel: one read and one write of each.
 
-torch adds two tensors at a time: a sum of p tensors for all p ranks takes 2p - 2 kernels, and almost twice the memory
+torch adds two tensors at a time. A sum of p tensors for all p ranks takes 2p - 2 kernels with almost twice the memory
 traffic. The NVRTC of torch compiles the kernel for each dtype, operator and number of tensors at the first use, in a
-tenth of a second. It adds in torch's order, with the same rounding: 16-bit floats in float32, rounded once; a mean is
-multiplied by the reciprocal; minima propagate NaN.
+tenth of a second. The kernel adds in torch's order, with the same rounding: 16-bit floats in float32, rounded once. A
+mean is multiplied by the reciprocal. Minima propagate NaN.
 
 CUDA's driver is called with the GIL held: a launch takes a few microseconds, but a spinning thread would take the GIL
 for much longer.
@@ -108,7 +108,7 @@ Launch = Callable[[Sequence[int], int, int], None]  # (arguments of the kernel, 
 
 
 def reduce(into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> bool:
-    """Queue a kernel on the current stream that reduces the flat `ts` in their order and writes each of `into`.
+    """Queue a kernel on the current stream that reduces the flat `ts` in order and writes each of `into`.
 
     Tensors of `into` may be in `ts`. All have one dtype and size, in memory that the device of the first one can
     access. Returns False, with no work queued, if there is no such kernel.
@@ -133,7 +133,7 @@ def reduce(into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> bool:
 
 @lru_cache(maxsize=256)
 def kernel(device: torch.device, shape: Shape) -> Launch | None:
-    """Return the launcher of a kernel, compiled at the first call, or None if it cannot be compiled."""
+    """Return the launcher of a kernel, compiled at the first call, or None if the compilation fails."""
     if shape.ins > _MOST or not (source := source_of(shape)):
         return None
     try:
@@ -144,7 +144,7 @@ def kernel(device: torch.device, shape: Shape) -> Launch | None:
 
 
 def source_of(shape: Shape) -> str:
-    """Return the kernel's source; empty if it does not support the dtype."""
+    """Return the kernel's source (empty for an unsupported dtype)."""
     kind, op, ins, outs = shape
     load = store = ""
     if kind in _FLOATS:
@@ -164,12 +164,12 @@ def source_of(shape: Shape) -> str:
         "INS": ins,
         "OUTS": outs,
     }
-    # Definitions in the source, not options: the compiler's own headers use names such as T, and come first.
+    # Definitions in the source, not options: the compiler's own headers come first, with names such as T.
     return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + SOURCE
 
 
 def compiled(source: str, capability: tuple[int, int]) -> bytes:
-    """Return machine code of `source`; raise OSError if there is no compiler, RuntimeError if it fails."""
+    """Return machine code of `source`, or raise OSError without a compiler, RuntimeError for a failed compilation."""
     nvrtc = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"reduce.cu", 0, None, None))

@@ -1,15 +1,15 @@
 """Collectives in device memory that the ranks of a host map from one another.
 
-An operation has these steps. A rank waits until its stream has finished earlier work, and announces its tensor to the
-ranks that use it. It queues its part of the work, on its own memory and on that of others, waits for the device, and
-reports the end to the owners of that memory. The operation ends on a rank when all its messages have arrived. All waits
-are on the host: processes that share a GPU take turns on it, so a spinning kernel would block the process that it waits
-for; and the event of a killed process would never be recorded.
+An operation has these steps. A rank waits until its stream has finished earlier work, then announces its tensor to the
+using ranks. The rank queues its part of the work, on its own memory and on that of others. After a wait for the device,
+the rank reports the end to the owners of that memory. The operation ends on a rank when all messages for that rank have
+arrived. All waits are on the host, for two reasons. Processes that share a GPU take turns, so a spinning kernel would
+block the other process. The event of a killed process would never be recorded.
 
-Ranks that share a device take turns on it, and each turn costs a switch between their contexts. So the first rank of
-each device does the elementwise reductions for all ranks on it: it reads its share of every rank's tensor, and writes
-the result to every rank. The other ranks send one message and receive one. No two ranks access the same bytes, there
-are no intermediate copies, and all ranks have the same bits. n bytes per rank, p ranks:
+Ranks that share a device take turns. Each turn costs a switch between contexts. So the first rank of each device does
+the elementwise reductions for all ranks there. This rank reads a share of every rank's tensor, and writes the result to
+every rank. The other ranks send one message and receive one. No two ranks access the same bytes. There are no
+intermediate copies. All ranks have the same bits. n bytes per rank, p ranks:
 
     allreduce       all together read and write pn, as if each rank copied its tensor once
     reduce          all together read pn, write n
@@ -18,13 +18,13 @@ are no intermediate copies, and all ranks have the same bits. n bytes per rank, 
     allgather       each rank reads and writes the tensors of all
     broadcast       each rank reads and writes n, root nothing
 
-These numbers are for one fused kernel (see `fused`), which all operations but scan have. Without it a reduction runs in
-chunks that fit the device's cache. 16-bit floats are added in float32 and rounded once. If a stream has no queued work,
-no event is awaited, since it would be recorded only at the next turn.
+These numbers are for one fused kernel (see `fused`), which all operations but scan have. Without NVRTC a reduction runs
+in chunks that fit the device's cache. 16-bit floats are added in float32 and rounded once. A stream without queued work
+needs no wait for an event, which would be recorded only at the next turn.
 
-A rank that learns of a lost rank stops using other ranks' memory. A rank that does not know yet may still write to the
-tensors of all: after such a failure their content is undefined. Memory that was freed is not reused before its last
-mapping is closed (see [Note: kept memory] in `backends/cuda_ipc/mapping.py`).
+A rank that learns of a lost rank stops using other ranks' memory. A rank without that knowledge may still write to the
+tensors of all. After such a failure the content of the tensors is undefined. Freed memory is not reused before the
+close of its last mapping (see [Note: kept memory] in `backends/cuda_ipc/mapping.py`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from aiodist.streams.events import device_error, idle
 from aiodist.types import OPERATIONS, ReduceOp
 
 _ALIGNED_BYTES = 512  # alignment of shares, so that kernels read whole words
-_FAILED, _DISAGREES = 1, 2  # first byte of a verdict; 0 is success
+_FAILED, _DISAGREES = 1, 2  # first byte of a verdict (0 is success)
 
-Parts = Sequence[Tensor]  # the flat tensor of each rank; empty for ranks that lend none
+Parts = Sequence[Tensor]  # the flat tensor of each rank (empty for ranks that lend none)
 Work = Callable[[Parts], None]
 
 
@@ -67,10 +67,10 @@ class _Group(NamedTuple):
 
 
 class CudaIpc(Implementation):
-    """See the module, and `Implementation`; its programs run under `on_devices`.
+    """See the module and `Implementation`. The programs run under `on_devices`.
 
-    Raises BackendError on all ranks if the memory of one of them cannot be mapped, MismatchError if their tensors
-    differ in dtype or size. After the loss of a rank, the ranks that wait for it get the transport's error.
+    Raises BackendError on all ranks if the memory of one rank cannot be mapped. Raises MismatchError if the tensors
+    differ in dtype or size. After the loss of a rank, the waiting ranks get the transport's error.
     """
 
     name = "cuda_ipc"
@@ -103,7 +103,7 @@ class CudaIpc(Implementation):
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind, their steps joined; an allreduce is equal to the bit on all ranks."""
+        """Run collectives of one kind, their steps joined. An allreduce is equal to the bit on all ranks."""
         loans = [loan for o in primitives if (loan := self._loan(ep, o)) is not None]
         if not loans:
             return
@@ -124,7 +124,7 @@ class CudaIpc(Implementation):
             raise failure
 
     def _loan(self, ep: Endpoint, o: Primitive) -> _Loan | None:
-        """Return one collective of this rank; None if the rank neither lends its tensor nor works in another."""
+        """Return one collective of this rank, or None if the rank neither lends its tensor nor works in another."""
         if o.kind == "broadcast":
             return self._lend(ep, o.t, {o.root: o.t.numel()}, partial(_copied, ep.rank, o.root))
         if o.kind == "allgather":
@@ -184,7 +184,7 @@ class CudaIpc(Implementation):
     def _write(self, into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> None:
         """Write the reduction of `ts` to each of `into`.
 
-        `into` has either no memory of `ts`, or some of `ts`; its first tensor is then the first or the last of `ts`.
+        `into` has either no memory of `ts`, or some of `ts` with the first or the last of `ts` as its first tensor.
         """
         if not into[0].numel() or fused.reduce(into, ts, op):
             return
@@ -196,7 +196,7 @@ class CudaIpc(Implementation):
                 copy(other, target)
 
     def _pieces(self, ts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yield chunks of tensors of one size, limited by their bytes in the dtype of partial results."""
+        """Yield chunks of tensors of one size, limited by the bytes in the dtype of partial results."""
         kind, numel = ts[0].dtype, ts[0].numel()
         itemsize = 4 if kind.is_floating_point and kind.itemsize == 2 else kind.itemsize
         step = max(self.limits["cuda_ipc.piece_bytes"] // itemsize, 1)
@@ -219,9 +219,11 @@ class CudaIpc(Implementation):
     def _lend(
         self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work, *, shared: bool = False
     ) -> _Loan | None:
-        """Create a loan. `lent`: elements, by lending rank; `work` queues this rank's kernels on the lent tensors.
+        """Create a loan.
 
-        `shared`: all ranks lend, and the first rank of each device does the work of its device.
+        `lent` has the elements, by lending rank. `work` queues this rank's kernels on the lent tensors.
+
+        True for `shared`: all ranks lend, and the first rank of each device does the work of that device.
         """
         workers = self._group(ep).workers
         others = _around(ep.rank, ep.size)[1:]
@@ -254,7 +256,7 @@ class CudaIpc(Implementation):
         loan.work(parts)
 
     async def _settle(self, loans: Sequence[_Loan]) -> None:
-        """Wait until the devices have done all queued work; store their error in the loans."""
+        """Wait until the devices have done all queued work. Store an error in the loans."""
         busy = [stream for stream in dict.fromkeys(loan.stream for loan in loans) if not idle(stream)]
         if not busy:
             return
@@ -274,7 +276,7 @@ class CudaIpc(Implementation):
             done(device_error(error))
 
     async def _agree(self, ep: Endpoint, loans: Sequence[_Loan]) -> None:
-        """Report the end to the owners of used memory, and receive the reports of the users of this rank's memory."""
+        """Report the end to the owners of used memory. Receive the reports of the users of this rank's memory."""
         heard = [(loan, rank, bytearray(FRAME_BYTES)) for loan in loans for rank in loan.hearers]
         receives = [ep.recv(_tensor(frame), rank) for _, rank, frame in heard]
         sends = [ep.send(self._verdict(loan), rank) for loan in loans for rank in loan.frames]
@@ -297,7 +299,7 @@ class CudaIpc(Implementation):
 
 @dataclass(eq=False, slots=True)
 class _Loan:
-    """One collective of this rank: its own tensor, and its work on the tensors of others."""
+    """One collective of this rank: the own tensor, and the work on the tensors of others."""
 
     t: Tensor
     lent: Loan
@@ -312,7 +314,7 @@ class _Loan:
     failure: Exception | None = None
 
     def attempt(self, call: Callable[..., None], *args: object) -> None:
-        """Make `call` and keep its error until the end: the other ranks wait for this one."""
+        """Make `call`, with its error kept until the end: the other ranks wait for this one."""
         try:
             call(*args)
         except Exception as error:  # noqa: BLE001  - raised after the others know
@@ -330,7 +332,7 @@ def _gathered(rank: int, blocks: Sequence[Tensor], parts: Parts) -> None:
 
 
 def _frame(words: bytes) -> Tensor:
-    """Return a message with `words`, truncated to its size."""
+    """Return a message with `words`, truncated to the size of a message."""
     return _tensor(bytearray(words[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")))
 
 
@@ -363,7 +365,7 @@ def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:
 
 
 def reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
-    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of them; others do not change."""
+    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of them. Others do not change."""
     step = wire_op(op)
     if _is_widened(into.dtype, op, len(ts)):
         total = ts[0].float()

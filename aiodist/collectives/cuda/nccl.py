@@ -1,4 +1,4 @@
-"""NCCL as an implementation: opened by the first operation that needs it, and called in the order of issue."""
+"""NCCL as an implementation: opened by its first operation, called in the order of issue."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from aiodist.collectives.operations import broadcast_bytes
 from aiodist.handles import Progress
 from aiodist.handles.kernel import run, transfers
 
-_ID_LANE = 1  # the id has a lane of its own, next to the messages of the operation that needs it
+_ID_LANE = 1  # the id has a separate lane, next to the messages of the operation
 
 
 class Slots:
     """NCCL groups and launch slots of the operations of one communicator."""
 
     def __init__(self, progress: Progress, group_of: Callable[[int, torch.device], NcclGroup]) -> None:
-        """`group_of` creates the group of the k-th device of each rank, and my device."""
+        """`group_of` creates the group of the k-th device of each rank and my device."""
         self._progress = progress
         self._group_of = group_of
         self._used: list[torch.device] = []
-        """My devices in the order of their first use: the k-th devices of all ranks form a group."""
+        """My devices in the order of first use: the k-th devices of all ranks form a group."""
         self.taken: dict[int, dict[torch.device, tuple[NcclGroup, LaunchSlot]]] = {}
         """Groups and slots, by tag of the operation and device."""
 
     def take(self, tag: int, device: torch.device, *, expected: bool) -> Callable[[], None] | None:
-        """Take a slot for an operation, on the loop; return a function that releases it.
+        """Take a slot for an operation (loop's thread). Return a function that releases the slot.
 
-        If the operation may not use the device (`expected`), the call does not count as a use of the device; it returns
+        If the operation may not use the device (`expected`), the call does not count as a use of the device. Returns
         None if another device was used first.
         """
         if not expected:
@@ -60,11 +60,11 @@ class Slots:
         slot.release()
 
     def of(self, tag: int, device: torch.device) -> tuple[NcclGroup, LaunchSlot]:
-        """Return the group of an operation on `device`, and its slot there."""
+        """Return the group and the slot of an operation on `device`."""
         return self.taken[tag % LANE_TAGS][device]
 
     def is_first(self, tag: int, device: torch.device) -> bool:
-        """Return True if an operation has a slot on the communicator's first device, and note the use of the device."""
+        """Note the use of a device. Return True if an operation has a slot on the communicator's first device."""
         if device not in self.taken.get(tag % LANE_TAGS, {}) or self._used[:1] not in ([], [device]):
             return False
         if not self._used:
@@ -81,12 +81,12 @@ class Slots:
         return f" #{','.join(map(str, numbers))}" if any(numbers) else ""
 
     def first_group(self, device: torch.device) -> NcclGroup | None:
-        """Return the group of the device that the communicator used first, if it is `device`."""
+        """Return the group of `device`, if the communicator used that device first."""
         return self._group_of(0, device) if self._used[:1] == [device] else None
 
 
 class Nccl(Exchanger):
-    """See `Exchanger`; `slots` has the groups and launch slots of the operations."""
+    """See `Exchanger`. `slots` has the groups and launch slots of the operations."""
 
     name = "nccl"
     compares = True  # the device does not wait
@@ -102,7 +102,7 @@ class Nccl(Exchanger):
         return f"NCCL has no {wanted}"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Queue them in launch order, in one group of calls for each device."""
+        """Queue the calls in launch order, in one group of calls for each device."""
         devices = dict.fromkeys(o.t.device for o in primitives)
         await transfers(
             [

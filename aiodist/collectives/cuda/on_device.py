@@ -1,4 +1,4 @@
-"""Runs a program on a CUDA device: its work uses one stream, and it ends when the device has finished."""
+"""Runs a program on a CUDA device: the work uses one stream, and the program ends with the device's work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AS_IT_IS = nullcontext()
 
 
 class OnHost(list[Transfer]):
-    """Transfers that queue no work on a device: they run without entering a stream, which costs as much as they do."""
+    """Transfers that queue no work on a device, and so enter no stream, which would cost as much as the transfers."""
 
 
 class StaysOnHost(OnHost):
@@ -31,13 +31,13 @@ class StaysOnHost(OnHost):
 class DeviceWork:
     """The work of one operation on one device, from issue to end.
 
-    It is created on the caller's thread at issue: the earlier work of the caller's stream comes first.
+    The object is created on the caller's thread at issue, after the earlier work of the caller's stream.
     """
 
     def __init__(
         self, progress: Progress, stream: torch.cuda.Stream, on_queued: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_queued` is called once when all work is queued or is cancelled; with the transport lock held."""
+        """`on_queued` is called once when all work is queued or is cancelled (transport lock held)."""
         self.stream = stream
         self.fence = Fence(progress, stream.device)
         self._progress = progress
@@ -45,7 +45,7 @@ class DeviceWork:
         self._caller = torch.cuda.current_stream(stream.device_index)
         self._events = Events.of(progress)
         self.given: Sequence[Tensor] = ()
-        """Tensors of the caller, which stay alive until its end."""
+        """Tensors of the caller, which stay alive until the end of the work."""
         self._lent: object = None
         self._awaited: torch.cuda.Event | None = None
         if self._caller != stream and not idle(self._caller):
@@ -56,7 +56,7 @@ class DeviceWork:
                 raise device_error(error) from error
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context manager that makes its stream the current one."""
+        """Return a context manager with the stream of the work as the current one."""
         return OnStream(self.stream)
 
     def hurry(self, count: int) -> None:
@@ -71,7 +71,7 @@ class DeviceWork:
             self._awaited = None
 
     def end(self, done: Done) -> None:
-        """Call `done` when the device has done all queued work; a transfer of the program."""
+        """Call `done` when the device has done all queued work, as a transfer of the program."""
         self._on_queued()
         if idle(self.stream):
             self._finish(done, None)
@@ -92,7 +92,7 @@ class DeviceWork:
         done(error)
 
     def cancel(self) -> None:
-        """Cancel the work before its start; from any thread."""
+        """Cancel the work before its start (any thread)."""
         if self._awaited is not None:
             self._events.release(self.stream.device_index, self._awaited)
             self._awaited = None
@@ -103,7 +103,7 @@ class DeviceWork:
     def lend(self, result: object) -> None:
         """Protect the memory of a result, made on this stream, from reuse while the caller's stream reads it.
 
-        The protection begins at a successful end, and never covers memory of the caller's tensors: on a lost device,
+        The protection begins at a successful end. Memory of the caller's tensors is never protected: on a lost device,
         torch ends the process if protected memory is freed.
         """
         self._lent = result
@@ -113,8 +113,8 @@ def on_devices(program: Program[T], works: Sequence[DeviceWork], given: Sequence
     """Run `program` with the stream of each of `works` as the current one of its device, in its steps and transfers.
 
     The work begins after the earlier work of the caller's streams and has finished when this returns, also if `program`
-    fails, since queued work uses the tensors. If it is closed before its start, `works` are cancelled. `given` are
-    tensors of the caller: they stay alive until the device has finished, even if the communicator is aborted before.
+    fails, since queued work uses the tensors. A close before the start cancels `works`. `given` are tensors of the
+    caller, which stay alive until the device has finished, even after an abort.
     """
     for work in works:
         work.given = [t for t in given if t is not None]

@@ -10,7 +10,7 @@ import torch
 
 
 def peers_here() -> list[list[int]]:
-    """Return, for each visible device, the numbers of the devices that can access it as peers; opens no device.
+    """Return, for each visible device, the numbers of the devices with peer access, without opening a device.
 
     Before torch uses a device the driver is queried, since torch's query would initialise CUDA. With one visible device
     there is no query.

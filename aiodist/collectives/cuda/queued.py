@@ -1,4 +1,4 @@
-"""Reductions that one call queues on the device, without a program or a stream of their own."""
+"""Reductions that one call queues on the device, without a separate stream."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from aiodist.types import ReduceOp
 
 
 class Queued(Fence):
-    """A reduction that a device queues, and the fence at its end; created on the issuing thread."""
+    """A reduction that a device queues, with the fence at its end (created on the issuing thread)."""
 
     __slots__ = ("_done",)
     _done: Done
 
     def start(self, done: Done) -> None:
-        """Queue it, with the transport lock held; `done` is called when the device has finished, or with the error."""
+        """Queue the reduction, with the transport lock held.
+
+        `done` is called when the device has finished, or with the error.
+        """
         raise NotImplementedError
 
     def _finish(self, error: BaseException | None) -> None:
@@ -34,11 +37,11 @@ class Queued(Fence):
 
 
 Queue = Callable[[Tensor, torch.cuda.Stream], Queued]
-"""(t, stream): a reduction of `t` after the work queued on the caller's `stream`; it may raise RuntimeError."""
+"""(t, stream): a reduction of `t` after the work queued on the caller's `stream`. It may raise RuntimeError."""
 
 
 class Alone(Queued):
-    """A reduction of a communicator with one rank: it waits for the queued work of the caller's stream."""
+    """A reduction of a communicator with one rank: a wait for the queued work of the caller's stream."""
 
     __slots__ = ("_end", "_events", "_stream")
 
@@ -98,7 +101,7 @@ class ByNccl(Queued):
         self._kind.reduce(comm, self._numbers, stream)
 
     def _launched(self, error: BaseException | None) -> None:
-        """Wait for the device after the call; a failed call may have launched a kernel that uses the tensor too."""
+        """Wait for the device after the call. A failed call may also have launched a kernel that uses the tensor."""
         kind = self._kind
         stream = kind.group.stream
         if self._awaited is not None:

@@ -36,7 +36,7 @@ def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
 
 
 def cut(count: int, chunks: int, i: int) -> tuple[int, int]:
-    """Return the first and last bound of chunk number `i` of `count` elements; chunks differ by at most one element.
+    """Return the bounds of chunk number `i` of `count` elements. Chunks differ by at most one element.
 
     >>> [cut(7, 3, i) for i in range(3)]
     [(0, 2), (2, 4), (4, 7)]
@@ -60,7 +60,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(eq=False)
 class Staged(Implementation):
-    """See the module, and `Implementation`. A few chunks are in flight at the same time, each on a lane of its own.
+    """See the module and `Implementation`. A few chunks are in flight at the same time, each on a separate lane.
 
     16-bit floats are copied without conversion. The rank's own elements of an allgather stay on the device.
     """
@@ -71,7 +71,7 @@ class Staged(Implementation):
 
     _staging: Staging
     _host: Callable[[Endpoint], Primitives]
-    """The host's primitives for a step that is not the first of an operation, since ranks reach it at any time."""
+    """The host's primitives for a step that is not the first of an operation, and comes at any time."""
     _limits: Mapping[str, int]
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -130,7 +130,10 @@ class Staged(Implementation):
 
 
 def _chunk(work: _Copies, rank: int, o: Primitive, chunks: int, i: int) -> _Chunk:
-    """Return chunk number `i` of a collective; for allgather and reduce_scatter it has a part of each rank's block."""
+    """Return chunk number `i` of a collective.
+
+    Chunks of allgather and reduce_scatter have a part of each rank's block.
+    """
     if o.kind not in ("allgather", "reduce_scatter"):
         reads = o.kind != "broadcast" or rank == o.root
         writes = {"broadcast": rank != o.root, "reduce": rank == o.root}.get(o.kind, True)
@@ -166,7 +169,7 @@ class _Copies:
     """The copies of one operation."""
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
-        """The operation's stream is the current one, and earlier work is queued on it."""
+        """The operation's stream, with earlier work, is the current one."""
         self._staging = staging
         self._current = torch.cuda.current_stream(device)
         self._to_host = staging.to_host(device)
@@ -177,7 +180,7 @@ class _Copies:
         self._staging.events.watch(self._current, done)
 
     def read(self, pairs: Copies, device_busy: bool, done: Done) -> None:
-        """Copy to the host; `device_busy`: earlier work of the stream may not have ended."""
+        """Copy to the host. True for `device_busy`: earlier work of the stream may not have ended."""
         self._staging.copies(pairs, self._current if device_busy else self._to_host, ignore, done)
 
     def write(self, pairs: Copies, done: Done) -> None:
