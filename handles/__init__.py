@@ -1,4 +1,4 @@
-"""The awaitable: `Handle`, the code that drives it, and combinators. asyncio only."""
+"""The awaitable: `Handle`, the code that drives handles, and combinators. asyncio only."""
 
 from aiodist.handles.account import Account
 from aiodist.handles.buffers import in_flight

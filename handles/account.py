@@ -42,8 +42,8 @@ class _Dropped(NamedTuple):
 class Account:
     """The handles of one communicator or stream that were dropped before their outcome was retrieved.
 
-    A communicator's account is `prompt`: it reports a handle once the handle is dropped and its operation is finished.
-    An error goes to the loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the
+    A communicator's account is `prompt`: each handle is reported once it is dropped and its operation finished. An
+    error goes to the loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the
     operation, which Python shows once for each line. A stream's account waits for a `sync`, which covers the results of
     earlier operations, and becomes prompt when the stream closes.
     """
@@ -79,7 +79,7 @@ class Account:
         *,
         given_up: bool = False,
     ) -> None:
-        """Record a dropped handle; only appends, since the garbage collector calls this method on any thread."""
+        """Record a dropped handle. This only appends, since the garbage collector calls the method on any thread."""
         if isinstance(error, self.forgiven) or (given_up and isinstance(error, (CommunicatorError, PeerError))):
             return  # every later call raises an error of the communicator
         if given_up and error is None and not self._results:

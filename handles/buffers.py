@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
-Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, number of bytes, True if they are written, and more
+Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, number of bytes, True if written, and more
 
 
 @runtime_checkable
@@ -16,7 +16,7 @@ class Lapsing(Protocol):
     """An owner that the program may have dropped."""
 
     def lapse(self) -> bool:
-        """Release all bytes of this owner if the program has dropped it. Return True if it has."""
+        """Release all bytes of an owner that the program has dropped. Return True if the owner was dropped."""
 
 
 class InFlight(_core.Claims):
@@ -28,11 +28,14 @@ class InFlight(_core.Claims):
     """
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
-        """Claim bytes for `owner`. Raise `BufferInFlight` with the name of the holder if another operation has them."""
+        """Claim bytes for `owner`.
+
+        Raise `BufferInFlight` with the name of the holder if another operation has the bytes.
+        """
         self.acquire_all([(start, nbytes, writes, None)], owner)
 
     def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
-        """Claim all ranges. Claim none, and raise `BufferInFlight`, if one of them is in use."""
+        """Claim all ranges. If one range is in use, claim none and raise `BufferInFlight`."""
         for i, (start, nbytes, writes, *_) in enumerate(claims):
             while (holder := self.claim(start, nbytes, writes, owner)) is not None:
                 if isinstance(holder, Lapsing) and holder.lapse():

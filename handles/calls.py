@@ -22,7 +22,7 @@ class Call(Coroutine[Any, Any, T]):
     """A coroutine of aiodist that knows the line of its call.
 
     Reports show the operations of the coroutine at this line, also if the coroutine runs in a task, which has no frame
-    of the caller. A coroutine that is dropped before it began gives a warning with this line.
+    of the caller. A coroutine that is dropped before its start gives a warning with this line.
     """
 
     __slots__ = ("coroutine", "origin", "shown")
@@ -77,7 +77,7 @@ def call_of(awaited: object) -> Call[Any] | None:
 
 
 def located(fn: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a coroutine function so that it returns a `Call`; a call takes half a microsecond longer."""
+    """Decorate a coroutine function so that it returns a `Call`. A call takes half a microsecond longer."""
 
     def begin(*args: P.args, **kwargs: P.kwargs) -> Call[T]:
         frame = _getframe(1)

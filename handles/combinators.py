@@ -111,7 +111,7 @@ class _Gathering:
             Operation.of(held).resolve(results)
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """See `Stoppable`; if no member can be stopped, the members keep the handle alive in any case."""
+        """See `Stoppable`. If no member can be stopped, the members keep the handle alive in any case."""
         if self._posted:
             self._held = handle
 
@@ -251,7 +251,7 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
 
 
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    """Return a future that is done when all `handles` are done. Their outcomes do not count as retrieved."""
+    """Return a future that is done when all `handles` are done. The outcomes do not count as retrieved."""
     over: asyncio.Future[None] = loop.create_future()
     one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
     waiter = EndWaiter(lambda _: one_over(None), lambda *_: None)

@@ -17,7 +17,7 @@ from aiodist.handles.state import Note, current_deadline, plight, unfinished
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
-"""Shortest wait, in seconds, that a watchdog notices in time: it checks ten times a second."""
+"""Shortest wait, in seconds, that a watchdog, with ten checks a second, notices in time."""
 
 
 class Watcher(Protocol):

@@ -13,9 +13,9 @@ from pathlib import Path
 def part(loop: asyncio.AbstractEventLoop) -> bool:
     """Give `loop` an epoll of its own in a forked child, and return True if the loop waits at an epoll.
 
-    A forked child shares the epoll of its parent. An event that the child took from this epoll would no longer wake
-    the parent, whose libuv then aborts. The files stay registered, since libuv aborts if it changes an unknown file.
-    But the child waits for no event of these files: a wake-up that the child read would be lost to the parent.
+    A forked child shares the epoll of its parent. An event that the child took from this epoll would no longer wake the
+    parent, whose libuv then aborts. The files stay registered, since libuv aborts at a change of an unknown file. But
+    the child waits for no event of these files: a wake-up that the child read would be lost to the parent.
     """
     fd = _epoll_of(loop)
     if fd is None:

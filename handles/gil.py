@@ -1,4 +1,4 @@
-"""Threads hand over the GIL sooner while an operation runs outside Python: the end of the operation needs it."""
+"""Threads hand over the GIL, which the end of an operation needs, sooner while an operation runs outside Python."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class SwitchInterval:
 
 
 class Hurry:
-    """Reasons of one loop for a shorter interval, as a count; the deletion of this object withdraws all of them."""
+    """Reasons of one loop for a shorter interval, as a count. The deletion of this object withdraws all reasons."""
 
     def __init__(self) -> None:
         self.count = 0
         self._process = os.getpid()
 
     def add(self, count: int) -> None:
-        """Add `count` reasons, or remove them if it is negative (any thread)."""
+        """Add `count` reasons, or remove some for a negative `count` (any thread)."""
         _interval.add(self, count)
 
     def __del__(self) -> None:

@@ -45,7 +45,7 @@ class Handle(_core.Handle, Generic[T]):
     Any number of tasks may await a handle, also after its operation is done. Cancelling an await does not stop the
     operation: its buffers stay in use until the end, and awaiting the handle again returns the result.
 
-    An operation is pending first. Then it returns, raises or is withdrawn, once.
+    An operation is pending first. Then the operation returns, raises or is withdrawn, once.
 
     ```python
     handle = coll.allreduce(torch.ones(4))  # starts here
@@ -55,11 +55,12 @@ class Handle(_core.Handle, Generic[T]):
 
     Attributes:
         op: name of the call, such as "allreduce".
-        seq: number on its communicator or stream, from 0; for a named operation, the count of earlier uses of the name.
-        nbytes: bytes of this rank's part; on a receive, the bytes that arrived.
-        source: on a finished receive, the rank that sent; else None.
-        tag: on a finished receive, the tag of the message; else None.
-        version: on a finished read of a parameter server, the version read; else None.
+        seq: number on its communicator or stream, from 0, or for a named operation the count of earlier uses of the
+            name.
+        nbytes: bytes of this rank's part, or on a receive the bytes that arrived.
+        source: on a finished receive, the rank that sent, else None.
+        tag: on a finished receive, the tag of the message, else None.
+        version: on a finished read of a parameter server, the version read, else None.
     """
 
     __slots__ = ()
@@ -73,13 +74,14 @@ class Handle(_core.Handle, Generic[T]):
         def done(self) -> bool:
             """Return True if the operation has returned, raised or been withdrawn (any thread).
 
-            Reports of late ranks cover a receive that you poll with this method, unless the handle is detached.
+            Reports of late ranks cover a receive that the program polls with this method, unless the handle is
+            detached.
             """
 
     def _suspended(self) -> Generator[Any, None, T]:
         began = 0.0 if tracing.to is None else perf_counter()
         hurries = self._in_lane
-        if hurries:  # the operation ends outside Python: a thread with the GIL then hands it over sooner
+        if hurries:  # the operation ends outside Python: a thread with the GIL then hands the GIL over sooner
             self._progress.hurry(1)
         try:
             with shown_to_asyncio(self) if self._progress.carriers else _NOT_SHOWN:
@@ -192,7 +194,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def exception(self) -> BaseException | None:
-        """Return the error of a finished operation, or None, or raise `InvalidStateError` while it is pending."""
+        """Return the error of a finished operation, or None, or raise `InvalidStateError` for a pending one."""
         if self._is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
@@ -221,7 +223,7 @@ class Handle(_core.Handle, Generic[T]):
             The result of the operation.
 
         Raises:
-            RuntimeError: on the event loop's thread, which would be blocked; in a forked child.
+            RuntimeError: on the event loop's thread, which would be blocked, and in a forked child.
             OperationTimeout: after `timeout` seconds. The operation continues, so another wait is possible.
             Exception: the error of the operation.
 
@@ -245,10 +247,10 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
-        """Block this thread until the handle is done, for at most `timeout` seconds. Return True if it is done.
+        """Block this thread until the handle is done, for at most `timeout` seconds. Return True if the handle is done.
 
         For streams: unlike `wait`, the call raises no error of the operation, and retrieves no outcome. True for
-        `looks` polls before the thread sleeps; False leaves the core to other threads immediately.
+        `looks` polls before the thread sleeps. False leaves the core to other threads immediately.
         """
         until = None if timeout is None else monotonic() + timeout
         with Waiting(self._offers_work, limited=until is not None):
@@ -315,7 +317,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- callbacks and cancelling ------------------------------------------------------------------------
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
-        """Call `fn(handle)` on the loop when the handle is done, soon if it is done already (loop's thread)."""
+        """Call `fn(handle)` on the loop when the handle is done, soon if done already (loop's thread)."""
         _check_thread(self, "add_done_callback()")
         self._consumed = True
         if self._callbacks is None:
@@ -401,7 +403,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- deadlines -----------------------------------------------------------------------------------------
 
     def _tell_late(self) -> None:
-        """Wake the waiters, since the deadline has passed; if there are none, the next wait raises, see `expired`."""
+        """Wake the waiters, since the deadline has passed. Without waiters, the next wait raises (see `expired`)."""
         if self._status is not _PENDING or not self._waiters:
             return
         self._expires = None

@@ -39,12 +39,12 @@ __all__ = [
 
 
 def is_pending(handle: Handle[Any]) -> bool:
-    """Return True until `handle` is done; unlike `Handle.done`, the call is no sign that the program waits."""
+    """Return True until `handle` is done. Unlike `Handle.done`, the call is no sign that the program waits."""
     return handle._is_pending
 
 
 def fence_of(handle: Handle[Any]) -> Fence | None:
-    """Return the place of `handle` on a device, or None if it has none, or is done."""
+    """Return the place of a pending `handle` on a device, or None."""
     fence: Fence | None = handle._fence
     return fence
 
@@ -70,7 +70,7 @@ def check_loop(handle: Handle[Any], progress: Progress) -> None:
 
 
 def add_waiter(handle: Handle[Any], waiter: Waiter) -> None:
-    """Call `waiter.wake` on the loop when `handle` is done or late; on the loop's thread only."""
+    """Call `waiter.wake` on the loop when `handle` is done or late (loop's thread)."""
     handle._add_waiter(waiter)
 
 
@@ -85,7 +85,7 @@ def remove_waiter(handle: Handle[Any], waiter: Waiter) -> None:
 
 
 def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = True) -> bool:
-    """Block this thread until `handle` is done, for at most `timeout` seconds. Return True if it is done.
+    """Block this thread until `handle` is done, for at most `timeout` seconds. Return True if the handle is done.
 
     Unlike `Handle.wait`, the call raises no error of the operation, and retrieves no outcome. True for `looks` polls
     before the thread sleeps.
@@ -102,7 +102,7 @@ def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
 
 
 def is_awaited(handle: Handle[Any]) -> bool:
-    """Return True if code waits for `handle` now; False for a detached handle."""
+    """Return True if code waits for `handle` now, or False for a detached handle."""
     return bool(handle._waiters or handle._event) and not handle._detached
 
 
@@ -112,7 +112,7 @@ def is_detached(handle: Handle[Any]) -> bool:
 
 
 def is_retrieved(handle: Handle[Any]) -> bool:
-    """Return True if code has awaited `handle`, asked for its outcome, or detached it."""
+    """Return True if code has awaited or detached `handle`, or asked for the outcome."""
     return handle._consumed
 
 

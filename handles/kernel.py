@@ -20,7 +20,10 @@ T = TypeVar("T")
 Program = Coroutine[Any, Any, T]
 """A coroutine that awaits only functions of this module, and other programs."""
 Transfer = Callable[[Done], None]
-"""Function that starts a transfer, or waits for an event, and calls its argument once, perhaps before it returns."""
+"""Function that starts a transfer or waits for an event.
+
+The function calls its argument once, perhaps before the return.
+"""
 Finish = Callable[[Any, BaseException | None], None]
 """Callback for the result of a program, or for its error."""
 
@@ -46,7 +49,8 @@ def transfers(step: Sequence[Transfer]) -> Generator[Sequence[Transfer], None, N
 def prepare(function: Callable[P, Program[T]], *args: P.args, **kwargs: P.kwargs) -> Program[T]:
     """Return the program of `function(*args)`, to be run, closed or dropped.
 
-    Python warns of a coroutine that never begins. The returned program has begun, and calls `function` when it is run.
+    Python warns of a coroutine that never begins. The returned program has begun, and calls `function` when the program
+    runs.
     """
     program = _prepared(function, *args, **kwargs)
     program.send(None)
@@ -164,7 +168,7 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class Nested:
-    """A transfer that runs a program; code that wraps transfers can wrap the transfers of this program too."""
+    """A transfer that runs a program. Code that wraps transfers can wrap the transfers of this program too."""
 
     program: Program[Any]
     result: Any = field(default=None, init=False)

@@ -1,4 +1,4 @@
-"""`Operation`: the producer's side of a handle, and the only way to settle it."""
+"""`Operation`: the producer's side of a handle, and the only way to settle a handle."""
 
 from __future__ import annotations
 
@@ -62,27 +62,30 @@ class Operation(Generic[T]):
 
     @property
     def is_pending(self) -> bool:
-        """True until the operation has ended; unlike `Handle.done`, no sign that the program waits."""
+        """True until the operation has ended. Unlike `Handle.done`, no sign that the program waits."""
         return self.handle._is_pending
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def resolve(self, value: T) -> None:
-        """End the operation with the result `value`. Raise `InvalidStateError` if it has ended already."""
+        """End the operation with the result `value`. Raise `InvalidStateError` if the operation has ended already."""
         self.handle._settle(Status.RETURNED, value)
 
     def reject(self, error: BaseException) -> None:
-        """End the operation with `error`. Raise `InvalidStateError` if it has ended already."""
+        """End the operation with `error`. Raise `InvalidStateError` if the operation has ended already."""
         if self.handle._status is Status.PENDING:
             self.handle._traceback = error.__traceback__
         self.handle._settle(Status.RAISED, error)
 
     def cancel(self) -> None:
-        """End the operation as withdrawn before it began. Raise `InvalidStateError` if it has ended already."""
+        """End the operation as withdrawn before its start.
+
+        Raise `InvalidStateError` if the operation has ended already.
+        """
         self.handle._settle(Status.CANCELLED, None)
 
     def finish_with(self, call: Callable[[], object]) -> None:
-        """Let `call` end the operation, in the loop's thread or in a waiting thread; callable from any thread."""
+        """Let `call` end the operation, in the loop's thread or in a waiting thread (any thread may call this)."""
         handle = self.handle
         handle._finisher = call
         handle._progress.post(partial(finish, handle))
@@ -114,7 +117,7 @@ class Operation(Generic[T]):
         self.handle._late = late
 
     def expire(self) -> None:
-        """Let the deadline pass now; a task that begins to wait later raises `OperationTimeout` too."""
+        """Let the deadline pass now. A task that begins to wait later raises `OperationTimeout` too."""
         self.handle._expires = 0.0
         self.handle._tell_late()
 
@@ -160,7 +163,7 @@ class Operation(Generic[T]):
     # --- traces ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Ended) -> None:
-        """Call `observer(handle)` at the end of the operation, in the thread that ends it, if a trace is recorded."""
+        """Call `observer(handle)` at the end of the operation, in the ending thread, if a trace is recorded."""
         self.handle._observer = observer
 
     def follow(self, track: str) -> None:

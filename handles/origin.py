@@ -55,7 +55,7 @@ class _Files(dict[str, bool | None]):
 
 
 known_files = _Files()
-"""Known files; True if reports name the line of the caller instead."""
+"""Known files, with True if reports name the line of the caller instead."""
 
 
 def is_ours(filename: str) -> bool:
@@ -108,7 +108,7 @@ def described(op: str, seq: int, origin: Origin | None) -> str:
 
 
 def listed(handles: Iterable[_core.Handle]) -> str:
-    """Return the names of operations in messages; of more than three of a kind, their number and the first three."""
+    """Return the names of operations in messages, for more than three of a kind their number and the first three."""
     kinds: dict[str, dict[str, None]] = {}
     for handle in handles:
         kinds.setdefault(handle.op, {})[str(handle)] = None

@@ -1,9 +1,10 @@
 """The transport lock, and the pending work of one loop, polled with that lock held.
 
 [Note: transport lock] One lock of the process serialises native calls. Only the progress thread holds the lock for
-long. A call on the loop's thread only tries to take it: if another thread has the lock, the call goes into the inbox.
-The holder empties the inbox before it polls, so operations start in the order of issue. To poll, the loop's thread
-waits for the lock for a moment, without the GIL: a loop that retried in Python would keep the GIL from the holder.
+long. A call on the loop's thread only tries to take the lock. If another thread has the lock, the call goes into the
+inbox. The holder empties the inbox before each poll, so operations start in the order of issue. To poll, the loop's
+thread waits for the lock for a moment, without the GIL: a loop that retried in Python would keep the GIL from the
+holder.
 
 [Note: no wake-up is lost] The progress thread sleeps without a timeout only if nothing is pending. While work is
 pending, the thread looks at least every millisecond, and polls each loop that has not polled since the last look. So
@@ -18,8 +19,8 @@ thread sees that the progress thread is about to sleep, or the progress thread s
   requests adds no request, so later requests come from `Progress.start`, which reads `asleep` and rings, or from the
   holder of the lock in a `with` block, whose end does the same.
 
-Two threads write `asleep`: the progress thread, and a thread that wakes it. The waking thread writes False and then
-rings. If the progress thread does not wait at that moment, its next wait returns immediately.
+Two threads write `asleep`: the progress thread and a waking thread. The waking thread writes False and then rings. If
+the progress thread does not wait at that moment, its next wait returns immediately.
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ class LoopWork(_core.Pacer):
         made = False
         while self.inbox:
             made = True
-            # The call stays in the inbox while it runs: a thread that finds nothing pending would go to sleep.
+            # A running call stays in the inbox: a thread that finds nothing pending would go to sleep.
             try:
                 self._call(self.inbox[0])
             finally:
@@ -368,7 +369,7 @@ class LoopWork(_core.Pacer):
         self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def _poller_failed(self, poller: Poller, error: Exception) -> None:
-        """Report the first error; remove a poller that raises for `_FAILING_SECONDS`, since code may wait for it."""
+        """Report the first error. Remove a poller that raises for `_FAILING_SECONDS`, since code may wait."""
         now = perf_counter()
         since, last = self._failing.get(poller, (now, -inf))
         if now > last + _FAILING_SECONDS:  # the first error, or the first after a while

@@ -23,7 +23,7 @@ class Stoppable(Protocol):
     """True while the operation is stopped."""
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """Keep the handle alive, since code waits for it; None ends that."""
+        """Keep the handle alive, since code waits. None ends that."""
 
     def settled(self) -> None:
         """Release the handle, which is finished."""
@@ -179,7 +179,7 @@ class PostedOperation(Operation[T]):
 
     @property
     def retrieved(self) -> bool:
-        """True if code of the program has the outcome, or waits for it."""
+        """True if code of the program has or awaits the outcome."""
         return self.handle._consumed or self.handle._attended
 
     def revoke(self) -> None:

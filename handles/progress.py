@@ -37,7 +37,7 @@ _POLLING, _PARKED, _IDLE = Pace.POLLING, Pace.PARKED, Pace.IDLE
 
 
 class Driven(Protocol):
-    """Pending operations that a thread without Python drives; polls drive the same operations."""
+    """Pending operations that a thread without Python drives, as polls also do."""
 
     @property
     def heavy(self) -> bool:
@@ -69,7 +69,7 @@ class Progress(LoopWork, Quiet):
         self.own_files: set[int] = set()
         """File descriptors that the loop watches only for aiodist."""
         self.belongings: dict[object, Any] = {}
-        """Objects of other modules for this loop, by a key of the module; dropped together with the loop."""
+        """Objects of other modules for this loop, by a key of the module, dropped together with the loop."""
         self.carriers: dict[object, asyncio.Task[Any]] = {}
         """Tasks of aiodist that carry out operations, by handle (empty before Python 3.14)."""
         self._inside = False
@@ -157,7 +157,7 @@ class Progress(LoopWork, Quiet):
             progress_thread.wake(self)
 
     def start_in_thread(self, call: Callable[[], None]) -> None:
-        """As `start`, but the progress thread makes the call, since it takes long. The loop then does not poll."""
+        """As `start`, but the progress thread makes the long call. The loop then does not poll."""
         self.add_large(1)
 
         def counted() -> None:
@@ -194,7 +194,7 @@ class Progress(LoopWork, Quiet):
     def try_poll(self, patience: float = 0.0) -> bool:
         """Make one pass, unless another thread keeps the lock for `patience` seconds. Return True if a pass was made.
 
-        Also called after many operations were issued, so that they progress before the next turn of the loop.
+        Also called after the issue of many operations, for progress before the next turn of the loop.
         """
         if not transport_lock.acquire(False) and not (patience and transport_lock.acquire(True, patience)):
             return False

@@ -11,7 +11,7 @@ from weakref import ref
 from aiodist.handles.polling import LoopWork, Pace, alarm, transport_lock
 
 _TICK_SECONDS = 1e-3  # period in which the thread checks that the loops still poll
-_LINGER_SECONDS = 0.2  # time without work before the thread sleeps; a wake-up costs 20 us
+_LINGER_SECONDS = 0.2  # time without work before the thread sleeps (a wake-up costs 20 us)
 _COMPUTING_LINGER_SECONDS = 2e-3  # the same while a stream computes
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
 _EAGER_SECONDS = 3e-3  # time in which the thread polls a large transfer without a pause while nothing moves
@@ -119,7 +119,7 @@ class ProgressThread:
         return self._seen.get(id(work)) == work.polls
 
     def pause(self, seconds: float | None, left_to_us: bool) -> None:
-        """Sleep for `seconds`; None is without a timeout, and 0 returns immediately.
+        """Sleep for `seconds`. None is without a timeout, 0 returns immediately.
 
         True for `left_to_us` lets other processes wake the thread. While a loop polls for itself, a woken thread would
         only take the loop's core.

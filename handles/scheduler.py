@@ -64,7 +64,7 @@ class Scheduler:
         self._lanes.sort(key=lambda waiting: -waiting.priority)
 
     def _grant(self) -> None:
-        """Grant the requests for which there is room; a granted request may request or release permits meanwhile."""
+        """Grant the requests for which there is room. A granted request may request or release permits meanwhile."""
         if self._granting:
             return
         self._granting = True
@@ -109,7 +109,7 @@ class Lane:
         return permit
 
     async def acquire(self, nbytes: int) -> Permit:
-        """Return a permit once `nbytes` may go; a cancelled call withdraws its request."""
+        """Return a permit once `nbytes` may be in flight. A cancelled call withdraws the request."""
         granted = asyncio.get_running_loop().create_future()
         permit = self.request(nbytes, lambda: None if granted.done() else granted.set_result(None))
         try:
@@ -124,7 +124,7 @@ class Lane:
 
 
 class Permit:
-    """Permission to have some bytes in flight; a context manager that releases it."""
+    """Permission for some bytes in flight, and a context manager that releases the permission."""
 
     __slots__ = ("_held", "lane", "nbytes", "start")
 
@@ -135,7 +135,7 @@ class Permit:
         self._held = False
 
     def grant(self) -> None:
-        """Count the permit, and call `start`; for the scheduler."""
+        """Count the permit, and call `start` (for the scheduler)."""
         self._held = True
         self.lane.granted += 1
         self.lane.scheduler.in_flight += self.nbytes
@@ -146,7 +146,7 @@ class Permit:
             raise
 
     def release(self) -> None:
-        """Release the permit, or withdraw the request; a second call does nothing."""
+        """Release the permit, or withdraw the request. A second call does nothing."""
         scheduler = self.lane.scheduler
         if self._held:
             self._held = False

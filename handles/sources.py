@@ -37,13 +37,13 @@ def join(count: int, done: Done) -> Done:
 
 
 class Source(Protocol[T_co]):
-    """A pending object of a library that has to be polled; the backend of the library implements this protocol."""
+    """A pending object of a library that needs polls. The backend of the library implements this protocol."""
 
     def poll(self) -> bool:
-        """Return True if the object has finished; never block."""
+        """Return True if the object has finished, without blocking."""
 
     def result(self) -> T_co:
-        """Return the result or raise the error; called once, after `poll` returned True."""
+        """Return the result or raise the error. Called once, after `poll` returned True."""
 
 
 class SourcePoller(Generic[T]):
@@ -87,10 +87,10 @@ def from_source(source: Source[T], op: str, *, origin: Origin | None = None) -> 
 
 
 def from_future(future: concurrent.futures.Future[T], op: str = "future") -> Handle[T]:
-    """Return a handle with the outcome of `future`; `cancel()` withdraws a future that has not begun.
+    """Return a handle with the outcome of `future`. `cancel()` withdraws a future that has not begun.
 
-    Call it on the loop's thread. The future's own thread ends the operation, so `wait()` in a third thread needs no
-    loop.
+    Make this call on the loop's thread. The future's own thread ends the operation, so `wait()` in a third thread needs
+    no loop.
     """
     operation: Operation[T] = Operation(Progress.current(), op, origin=Origin.here(), polled=False)
 

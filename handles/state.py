@@ -1,4 +1,4 @@
-"""The states of a handle, its error and its waiters, and the operations and ranks for which it waits."""
+"""The states, errors and waiters of a handle, with the operations and ranks before its end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:
 
 
 def lateness(handle: _core.Handle, seconds: float | None = None) -> OperationTimeout:
-    """Return the error of a wait of `seconds` for `handle`; None is the deadline of the handle."""
+    """Return the error of a wait of `seconds` for `handle`, or of the handle's deadline for None."""
     known, late = plight([handle])
     within = "in time" if seconds is None else f"within {seconds:g} s"
     return OperationTimeout(f"{handle} was not done {within} and continues{known}", late=late, op=handle.op)
@@ -104,7 +104,7 @@ def expired(handle: _core.Handle) -> OperationTimeout | None:
 
 Note = Callable[[Any], None]
 current_deadline: ContextVar[Note | None] = ContextVar("aiodist_deadline", default=None)
-"""Callback of the innermost `aiodist.timeout` around the running code, for each handle whose await it cancels."""
+"""Callback of the innermost `aiodist.timeout` around the running code, for each handle of a cancelled await."""
 
 
 class Fence(Protocol):

@@ -39,7 +39,7 @@ class Quiet:
 
 
 def is_quiet(callback: object, *, closing: bool = False) -> bool:
-    """Return True if a callback of the loop runs no code of the program; `closing` as in `Quiet.is_quiet`."""
+    """Return True if a callback of the loop runs no code of the program. `closing` is as in `Quiet.is_quiet`."""
     owner = callback if isinstance(callback, Quiet) else getattr(callback, "__self__", None)
     return isinstance(owner, Quiet) and owner.is_quiet(closing=closing)
 

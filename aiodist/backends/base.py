@@ -315,7 +315,7 @@ class Transport(Protocol):
         """Receive into `t` from `src`, or from `ANY` source."""
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return a transport among `ranks` of this one, in that order. Only these ranks call it.
+        """Return a transport among `ranks` of this one, in that order. Only these ranks make this call.
 
         `name` is the same on all these ranks and unique in this transport.
         """

@@ -186,7 +186,7 @@ class Endpoint:
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
-        `number` is that of the operation; its key identifies collectives of a library, since tags repeat after some
+        `number` is that of the operation. The key identifies collectives of a library, since tags repeat after some
         operations. `ranks` are the participating ranks of the transport, in order, or None for all.
         """
         self.transport = transport

@@ -236,7 +236,7 @@ class Repertoire:
     def edited(self, edits: Sequence[Edit]) -> Repertoire:
         table = self.table
         for edit in edits:
-            if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices, and there are none
+            if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else for devices, which do not exist here
                 table = table.edited(edit)
         return Repertoire(
             self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone, cuda=self._cuda

@@ -209,7 +209,7 @@ class Mailbox:
             self._looping = False
 
     def _heard(self, error: BaseException | None) -> None:
-        """Take a message, an answer, or the farewell of the rank before this one in the ring; then the next frame."""
+        """Take a message, an answer, or the farewell of the rank before this one in the ring, then the next frame."""
         self._listening = False
         try:
             if error is None:

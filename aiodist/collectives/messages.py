@@ -44,7 +44,7 @@ class DataPlace(IntEnum):
     AFTER = 0
     """The data are in a separate message, which follows."""
     INLINE = 1
-    """In the frame."""
+    """The data are in the frame."""
     PIECES = 2
     """The data are in messages of `DeviceMessages`, which follow."""
     RETURNED = 3

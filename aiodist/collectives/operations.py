@@ -298,7 +298,7 @@ async def reduce_scatter(
         mine = shapes[p.ep.rank]
         target = fit(out, tuple(mine), t.dtype) if out is not None else t.new_empty(mine)
         targets.append(target)
-        # `t` is read until the end, so the result must not overwrite it.
+        # `t` is read until the end, so the result must not overwrite `t`.
         result = torch.empty_like(target) if overlaps(target, t) else target
         counts = [shape.numel() for shape in shapes]
         primitives.append(Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))

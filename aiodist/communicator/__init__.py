@@ -1,7 +1,7 @@
 """`Communicator`: the collectives and messages of a group of ranks, each call an awaitable handle.
 
-A call checks its arguments and issues the operation; an await of the handle completes it. Every rank must issue the
-same collectives in the same order, except named ones. The algorithms are in `aiodist.collectives`.
+A call checks its arguments and issues the operation. An await of the handle completes the operation. Every rank must
+issue the same collectives in the same order, except named ones. The algorithms are in `aiodist.collectives`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     Every rank calls the same collectives in the same order, with the same arguments. The docstring of a call says which
     tensors and sizes may differ. Tensors are dense, contiguous, and on the CPU or a CUDA device. Tensors have any
     shape, also with 0 elements, unless a call names one. `timeout` is in seconds from the call. `impl` names an
-    implementation; "auto" chooses by the table of `selector`.
+    implementation, or is "auto" to choose by the table of `selector`.
 
     `name` frees a collective from the order: the k-th call with a name matches the k-th call with that name on the
     other ranks. So several tasks can share a communicator, each with separate names. Use few names, again and again: a
@@ -101,11 +101,11 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         this world raise CommunicatorAborted. The output of an operation that raised PeerLost is unspecified. If another
         rank dies meanwhile, the call starts again with the others. Cancelling the await changes nothing.
 
-        Raises ConfigError unless the world is elastic; CommunicatorError for a part of the world, and during another
-        `shrink` or `grow`; CommunicatorAborted for a world that was shrunk already; on await OperationTimeout with the
-        ranks that did not call it (it continues), MismatchError if other ranks call `grow`. Cost: that of `init`.
-        Source: Bland et al. 2013, "Post-failure recovery of MPI communication capability",
-        doi:10.1177/1094342013488238, as MPI_Comm_shrink.
+        Raises ConfigError unless the world is elastic. Raises CommunicatorError for a part of the world, and during
+        another `shrink` or `grow`. Raises CommunicatorAborted for a world that was shrunk already. The await raises
+        OperationTimeout with the ranks without this call (the operation continues), and MismatchError if other ranks
+        call `grow`. Cost: that of `init`. Source: Bland et al. 2013, "Post-failure recovery of MPI communication
+        capability", doi:10.1177/1094342013488238, as MPI_Comm_shrink.
         """
         return self._registry.regroup(self, 0, timeout)
 
@@ -113,12 +113,12 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         """Return the world of these ranks and `n` new ones, when all of these ranks have made this call.
 
         The launcher starts the same program `n` times more. There `init(elastic=True)` returns the new world, with a
-        `generation` above 0. It begins after all collectives issued here have finished; messages that were not received
-        are lost. From then on this world raises CommunicatorAborted, as after `shrink`.
+        `generation` above 0. The growth begins after all collectives issued here have finished. Messages that were not
+        received are lost. From then on this world raises CommunicatorAborted, as after `shrink`.
 
-        Raises as `shrink`, and ValueError for more ranks than the job may have (`aiodist run --elastic MIN:MAX`); on
-        await PeerLost if a rank of this world dies, and LaunchError if a new rank dies before it has joined, and this
-        world continues. Cost: the start of the program, and that of `init`.
+        Raises as `shrink`, and ValueError for more ranks than the job may have (`aiodist run --elastic MIN:MAX`). The
+        await raises PeerLost if a rank of this world dies. If a new rank dies before it has joined, the await raises
+        LaunchError, and this world continues. Cost: the start of the program, and that of `init`.
         """
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n is {type(n).__name__}: expected an int")
@@ -193,7 +193,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         communicator is closed.
 
         Args:
-            color: ranks with the same color form a communicator; None takes part in none.
+            color: ranks with the same color form a communicator, ranks with None form none.
             key: the order of the ranks in the new communicator. Equal keys are ordered by rank. None is this rank's
                 number.
 
@@ -202,7 +202,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
 
         Raises:
             TypeError: if `color` or `key` is neither an int nor None.
-            ValueError: if one of them does not fit into 64 bits.
+            ValueError: if one of the two numbers does not fit into 64 bits.
 
         Example:
             ```python
@@ -221,9 +221,9 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         Level 0 is this communicator. Each level splits every group of the level above: equal keys form a group, keys
         sort as strings, ranks in a group by their rank here. A level has a communicator within each group. Another one
         joins the groups inside one group of the level above. `form` is the link of these groups: "cartesian" links the
-        k-th rank of each group with the k-th of the others, "tree" the first ranks; None is cartesian for groups of
-        equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a RuntimeWarning on rank 0 and
-        the value of `Level.form`.
+        k-th rank of each group with the k-th of the others. "tree" links the first ranks. None is cartesian for groups
+        of equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a RuntimeWarning on rank 0
+        and the value of `Level.form`.
 
         Every rank makes this call with as many keys and the same `form`. The call begins after the operations in flight
         here. The communicators are made once for the same ranks and shared with `group`. Raises `MismatchError` on
@@ -279,7 +279,7 @@ class Level:
     """One level of a hierarchy, on this rank."""
 
     number: int
-    """Number of the level; 0 is the whole communicator."""
+    """Number of the level, 0 for the whole communicator."""
     key: str
     """Key of this rank's group, or "" at level 0."""
     groups: tuple[Group, ...]
@@ -291,7 +291,8 @@ class Level:
     inter: Communicator
     """Communicator of one rank of each group, in the order of the groups.
 
-    Cartesian: the ranks with the same rank in `intra`. Tree: the first ranks; on other ranks every call raises.
+    Cartesian: the ranks with the same rank in `intra`. Tree: the first ranks, while every call of the other ranks
+    raises.
     """
 
     def __repr__(self) -> str:
@@ -302,7 +303,7 @@ class Hierarchy(Sequence[Level]):
     """The levels of a communicator, from 0, the whole, to the last. Get one from `Communicator.hierarchy`.
 
     A hierarchy is immutable: `below` returns another one, which shares the communicators. These are closed with the
-    hierarchy's communicator, or separately; a later call makes closed ones again. `print` shows all levels.
+    hierarchy's communicator, or separately. A later call makes closed ones again. `print` shows all levels.
     """
 
     def __init__(self, comm: Communicator, name: str, groups: Levels, levels: Sequence[Level]) -> None:
@@ -344,8 +345,9 @@ class Hierarchy(Sequence[Level]):
             net = await aiodist.nn.DataParallel.create(Net(), await h.span(1, 2))   # gradients: 8 ranks, by host
             servers = h[1].inter                                                    # parameters: group with group
 
-        Collective over the hierarchy's communicator, with the same levels on every rank; made once, as `group`.
-        Raises ValueError unless `inner` is a level below `outer`; `MismatchError` on await if ranks disagree.
+        Collective over the hierarchy's communicator, with the same levels on every rank. The span is made once, as
+        `group`. Raises ValueError unless `inner` is a level below `outer`. The await raises `MismatchError` if ranks
+        disagree.
         """
         comm, spanned = self._comm, self._groups.span(outer, inner)
         low, high = self._groups.number(outer), self._groups.number(inner)
@@ -389,9 +391,9 @@ def _build(comm: Communicator, given: Sequence[str], form: Form | None) -> Handl
 
 
 async def root_levels(world: Communicator, make: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]]) -> None:
-    """Build the levels of `world` by `make`, and add the level by host below the last of them.
+    """Build the levels of `world` by `make`, with the level by host below the last one.
 
-    Raises TypeError unless `make` returns a hierarchy of `world`; `MismatchError` if ranks disagree.
+    Raises TypeError unless `make` returns a hierarchy of `world`. Raises `MismatchError` if ranks disagree.
     """
     made = make(world)
     built: object = await made if inspect.isawaitable(made) else made

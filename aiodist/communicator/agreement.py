@@ -9,7 +9,7 @@ the other leaders by messages. The leader sends the verdict to its host in anoth
 
 `When` names the ranks that must agree before a collective begins. Collectives are compared in the order of their
 numbers. The thread with the transport lock compares: the loop's or the progress thread, so also while user code
-computes. A lane compares the signatures of the operations that it runs: these do not enter.
+computes. Operations of lanes do not enter: the lane compares their signatures.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Dissemination:
 async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> None:
     """Run a dissemination barrier whose messages carry the signature.
 
-    In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo their number. A rank that has received
-    a different signature reports the difference in all its later messages. Source: Hensgen, Finkel, Manber 1988, Two
-    algorithms for barrier synchronization.
+    In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo the number of ranks. A rank that has
+    received a different signature reports the difference in all its later messages. Source: Hensgen, Finkel, Manber
+    1988, Two algorithms for barrier synchronization.
     """
     distance = 1
     while distance < ep.size:
@@ -100,7 +100,7 @@ async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> 
 
 
 class Agreement:
-    """Compares the collectives of one communicator; each method requires the transport lock."""
+    """Compares the collectives of one communicator (transport lock held)."""
 
     def __init__(
         self,

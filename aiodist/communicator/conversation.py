@@ -1,4 +1,4 @@
-"""The conversation of the ranks about a failed operation: statements in, one verdict out; a state machine without I/O.
+"""The conversation of the ranks about a failed operation: a state machine from statements to one verdict, without I/O.
 
 If an operation fails on a rank, or signatures differ, every rank makes one *statement* about the number. The statement
 has the signature and text of the operation, the cause of the failure on that rank, and the messages that the rank sent

@@ -20,7 +20,7 @@ class PendingOp(NamedTuple):
     call: str = ""
     """The user's call with this operation as a part, such as "net.step", or "" if the user issued the operation."""
     kept: bool = False
-    """True for a send that ends only after a receive has matched it, as all large sends."""
+    """True for a send that ends only after a receive has matched, as all large sends."""
 
 
 class CommFacts(NamedTuple):

@@ -152,9 +152,9 @@ class Failures:
         return True
 
     def inquire(self, error: BaseException, then: Then) -> None:
-        """Ask whether all ranks are alive; then call `then`, with the loss of a rank or else with `error`.
+        """Ask if all ranks are alive, then call `then` with the loss of a rank or else with `error`.
 
-        From any thread; `then` holds the transport lock.
+        Any thread may ask. `then` holds the transport lock.
         """
         with self._lock:
             number = -1 - self._rank - self._inquired * len(self._ranks)
@@ -213,7 +213,7 @@ class Failures:
     def _answer(self, number: int) -> None:
         """Make this rank's statement about an operation that failed on another rank (listener thread)."""
         with self._lock:
-            self.to_fail[number] = None  # first: the program may issue it at this moment, and then waits for the lock
+            self.to_fail[number] = None  # first: the program may issue `number` now, and then waits for the lock
             issued = self.names.has_issued(number) if number >= NAMED else number < self._oplog.seq
             if issued:
                 del self.to_fail[number]

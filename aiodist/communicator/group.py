@@ -54,7 +54,7 @@ class CommunicatorStatistics:
     """Numbers of a communicator, on this rank."""
 
     collectives: int
-    """Number of collectives issued without a name; equal on all ranks."""
+    """Number of collectives issued without a name, equal on all ranks."""
     pending: int
     """Number of unfinished operations: collectives and messages."""
     arena_bytes: int
@@ -118,7 +118,7 @@ class Group:
 
     @property
     def generation(self) -> int:
-        """0, and a higher number after each `shrink` and `grow`; above 0 in `init` on a rank that joins."""
+        """0, then a higher number after each `shrink` and `grow`, and in `init` on a rank that joins."""
         return self._registry.generation.number
 
     @property
@@ -129,7 +129,7 @@ class Group:
 
     @property
     def timeout(self) -> float | None:
-        """Default timeout of operations, in seconds; None is none."""
+        """Default timeout of operations, in seconds, or None without one."""
         return self._dispatcher.timeout
 
     @property
@@ -225,7 +225,7 @@ class Group:
         file: TextIO | None = None,
         flush: bool = False,
     ) -> None:
-        """Print on rank 0; no-op on the other ranks. The arguments are those of Python's `print`."""
+        """Print on rank 0, without effect on the other ranks. The arguments are those of Python's `print`."""
         if self.is_root:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 

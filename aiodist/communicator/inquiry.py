@@ -1,4 +1,4 @@
-"""Inquiries: ranks ask one another for their state; the control channel answers even if a main thread is blocked.
+"""Inquiries: ranks ask for the state of others over the control channel, even if a main thread is blocked.
 
 The answer of a rank has its last operation, its waits, and the current lines of its program. Each rank answers twice:
 immediately from the listener thread, and later from its loop. So the asking rank can distinguish a busy rank (only the

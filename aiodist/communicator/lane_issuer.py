@@ -85,7 +85,7 @@ class LaneIssuer:
         if isinstance(operation.verdict, RemoteError) and not isinstance(error, MismatchError):
             operation.verdict = error  # this rank's own error precedes that of another
         self._dispatcher.settlement.drained(operation)
-        if isinstance(error, MismatchError):  # every rank has it: each rank differs from at least one of two others
+        if isinstance(error, MismatchError):  # each rank differs from at least one of two others
             self._dispatcher.failures.differ(operation)
         else:
             self._dispatcher.settlement.settle(operation, None, error)

@@ -1,6 +1,6 @@
 """Groups of ranks in levels: every rank has the whole hierarchy.
 
-Level 0 is one group of all ranks; each level splits every group of the level above by a key. The idea of trees and
+Level 0 is one group of all ranks. Each level splits every group of the level above by a key. The idea of trees and
 cartesian links is from TorchMPI (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
 """
 
@@ -27,9 +27,9 @@ class Split:
     """The split of the groups of a level into those of the next level."""
 
     keys: tuple[Key, ...]
-    """Keys, by rank; equal keys form a group."""
+    """Keys, by rank. Equal keys form a group."""
     asked: Form | None = None
-    """Requested form; None means cartesian if possible."""
+    """Requested form, or None for cartesian if possible."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Levels:
     def form(self, level: int) -> Form:
         """Return the form of the links between this rank's group and the other groups of the same parent.
 
-        "cartesian" links the k-th ranks of the groups, which need equal sizes; "tree" links the first ranks, if sizes
+        "cartesian" links the k-th ranks of the groups, which need equal sizes. "tree" links the first ranks, if sizes
         differ or a tree was requested.
         """
         number = self.number(level)
@@ -224,7 +224,7 @@ def forms_of(levels: Levels) -> list[Form | None]:
 
 
 def checked_key(key: object, name: str) -> str:
-    """Return `key`, or raise TypeError unless it is a str."""
+    """Return `key`, or raise TypeError for any but a str."""
     if not isinstance(key, str):
         raise TypeError(f"{name} is {type(key).__name__}: expected a str")
     return key

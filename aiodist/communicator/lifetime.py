@@ -83,7 +83,7 @@ class Lifetime:
         return [handle for handle, meets in self._operations.items() if meets is True and internals.is_pending(handle)]
 
     def cancel_receives(self) -> None:
-        """Withdraw every receive without a message, and warn of each; visible by default if it was never awaited."""
+        """Withdraw every receive without a message, and warn of each, visibly for a receive never awaited."""
         for handle in self.pending():
             forgotten = not (internals.is_retrieved(handle) or internals.is_awaited(handle))
             if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
@@ -119,7 +119,7 @@ class Lifetime:
             await all_over(pending, self._progress.loop)
 
     def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort the communicator on all ranks, unless it is aborted.
+        """Abort the communicator on all ranks, unless aborted already.
 
         Later calls raise `error` in place of the earlier error.
         """
@@ -132,7 +132,7 @@ class Lifetime:
             self._failures.tell_abort(str(error))
 
     def abort_everywhere(self, error: AiodistError) -> None:
-        """Abort the communicator on all ranks, unless it is aborted."""
+        """Abort the communicator on all ranks, unless aborted already."""
         if self.refusal is None:
             # First, so that no rank takes lost messages for the cause.
             self._failures.tell_abort(f"rank {self._rank}: {error}")

@@ -51,11 +51,11 @@ class PointToPoint(Base):
         `recv` or `messages`.
 
         Args:
-            t: a tensor of any shape, which `recv()` restores; a list is sent as one message for each tensor.
+            t: a tensor of any shape, which `recv()` restores, or a list, which is sent as one message for each tensor.
             dst: the rank that receives, possibly this one.
             tag: a number from 0 that the receiver can select by.
             synchronous: True waits until a receive has matched the message, by an answer of some 60 bytes.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
 
         Returns:
             None.
@@ -86,13 +86,13 @@ class PointToPoint(Base):
         matched, without loss of a message.
 
         Args:
-            t: a tensor to fill, of any shape; a shorter message fills its front. None returns a new tensor of the
-                sender's shape and dtype. A list receives one message for each tensor, and `cancel()` withdraws all or
-                none.
+            t: a tensor to fill, of any shape. A shorter message fills the front of `t`. None returns a new tensor of
+                the sender's shape and dtype. A list receives one message for each tensor, and `cancel()` withdraws all
+                or none.
             src: the rank that sent. `ANY` takes messages of all ranks.
             tag: the number that the sender gave. `ANY` takes all.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`. The
-                operations continue after the timeout.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+                The operations continue after the timeout.
 
         Returns:
             `t`, or the new tensor. The handle's `source`, `tag` and `nbytes` are those of the message.
@@ -133,7 +133,7 @@ class PointToPoint(Base):
         return works, self._work_later() if into is None and not works else None
 
     def _receive_list(self, ts: list[Tensor], src: int, tag: int, timeout: float | None) -> Handle[list[Tensor]]:
-        """Issue all of them or none, and withdraw all or none."""
+        """Issue all or none, and withdraw all or none."""
         self._dispatcher.check_on_loop("recv() of a list")
         check_timeout(timeout)
         claims = writing(*ts)
@@ -151,7 +151,7 @@ class PointToPoint(Base):
         return together
 
     def _message(self, works: Sequence[DeviceWork], *given: Any) -> CommunicatorOperation:  # noqa: ANN401
-        """Return the operation of `Messenger.issue`; cancel `works` if it raises."""
+        """Return the operation of `Messenger.issue`, or cancel `works` after an error."""
         try:
             return self._messenger.issue(*given)
         except BaseException:
@@ -229,9 +229,9 @@ class PointToPoint(Base):
         the next message, and one issued in the body of the loop wins a message that comes meanwhile. Leaving or
         cancelling the loop loses no message. The loop ends only so, or by an error.
 
-        Raises ValueError at the call if `src` is no rank or `tag` is out of range; in the loop what `recv` raises:
-        OperationTimeout if no message comes for `timeout` seconds, PeerLost if `src` is lost. Unpickling an object runs
-        code of the sender's choice. Cost: that of `recv`.
+        Raises ValueError at the call if `src` is no rank or `tag` is out of range. The loop raises the errors of
+        `recv`: OperationTimeout if no message comes for `timeout` seconds, PeerLost if `src` is lost. Unpickling an
+        object runs code of the sender's choice. Cost: that of `recv`.
         """
         self._dispatcher.check_on_loop("messages()")
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)

@@ -141,7 +141,7 @@ class Messenger:
         return withdrawn
 
     def locked(self, call: Callable[[], object]) -> None:
-        """Make `call` with the transport lock held; on the loop's thread, which may hold it already, or another one."""
+        """Make `call` with the transport lock held (any thread, the loop's also with the lock)."""
         if self.progress.owns_thread():
             self.progress.with_lock(call)
         else:

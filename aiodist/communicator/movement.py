@@ -58,8 +58,8 @@ class Movement(Base):
             t: a tensor; a number, which gives root's number; or a list of tensors, which is one operation.
             root: the rank whose elements all ranks get.
             across: True copies root's first tensor into every tensor of every list. The tensors are as in `allreduce`.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
@@ -128,8 +128,8 @@ class Movement(Base):
                 this rank's block of `out`.
             across: True returns one flat list for the list `t`, in the order rank * len + i. The tensors are as in
                 `allreduce`.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
@@ -193,15 +193,15 @@ class Movement(Base):
             t: a tensor, a number, or a list of tensors, as in `allgather`.
             root: the rank that gets them.
             out: on root, a tensor of shape `(all rows, ...)` for all of them, as in `allgather`; ignored elsewhere.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
-            On root a list of the tensors by rank, each of the shape that its rank gave, or `out`; None elsewhere.
+            On root a list of the tensors by rank, each of the shape that its rank gave, or `out`. None elsewhere.
 
         Raises:
-            ValueError: if `root` is no rank; on await, if the shapes cannot be concatenated in `out`.
+            ValueError: if `root` is no rank. On await, if the shapes cannot be concatenated in `out`.
 
         Example:
             ```python
@@ -243,16 +243,16 @@ class Movement(Base):
             ts: on root, a list of p tensors, one for each rank, or a list of such lists; ignored elsewhere.
             root: the rank that gives the tensors.
             out: a tensor for the result, with as many elements; not with a list of lists.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
-            Root's tensor number `rank`, in new memory or in `out`; a list of tensors if root gives a list of lists.
+            Root's tensor number `rank`, in new memory or in `out`, or a list of tensors if root gives a list of lists.
 
         Raises:
             TypeError: on root, if `ts` is no list of tensors.
-            ValueError: if `root` is no rank; on root, if `ts` has not p tensors, or for `out` with a list of lists.
+            ValueError: if `root` is no rank, on root if `ts` has not p tensors, or for `out` with a list of lists.
 
         Example:
             ```python
@@ -300,16 +300,16 @@ class Movement(Base):
         Args:
             ts: a list of p tensors, or a list of such lists, which gives a list of results.
             out: a list of p tensors for the result, which grow as in `allgather`; not with a list of lists.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
-            A list of the tensors for this rank, by the rank that sent them.
+            A list of the tensors for this rank, by sending rank.
 
         Raises:
             TypeError: if `ts` is no list of tensors.
-            ValueError: if `ts` has not p tensors; with `impl="bruck"`, if they have different shapes.
+            ValueError: if `ts` has not p tensors, or with `impl="bruck"` different shapes.
             MismatchError: on await, with `impl="bruck"`, if those of other ranks have different shapes.
 
         Example:
@@ -318,7 +318,7 @@ class Movement(Base):
             assert all(t[0] == coll.rank for t in received)
             ```
 
-        Cost: 2(p-1) messages out and in, shape and dtype first; with `impl="bruck"` about log2(p) messages of half of
+        Cost: 2(p-1) messages out and in, shape and dtype first. With `impl="bruck"` about log2(p) messages of half of
         all bytes, for short tensors. Source: Bruck et al. 1997, DOI 10.1109/71.642949.
         """
         lists, nested = self._lists(ts, out)
@@ -356,7 +356,7 @@ class Movement(Base):
         one shape on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]` rows of
         `t`, after a message with the number of rows. `out` grows if too small, and if it owns its memory. Returns the
         rows from all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the rows of `t`.
-        Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half of `t`,
+        Cost: p-1 messages out and in, with `sizes` 2(p-1). With `impl="bruck"` about log2(p) messages of half of `t`,
         for short tensors without `sizes`.
         """
         terms = Terms(timeout, impl, name)
@@ -397,7 +397,7 @@ class Movement(Base):
         reported.
 
         Args:
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:

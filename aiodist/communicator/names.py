@@ -3,8 +3,8 @@
 A name gets a number once from rank 0, the *leader*, over the control channel. Operations match by this number and the
 count of earlier uses of the name, in any order of issue.
 
-    issued - the name has a number - all ranks have issued it - they agree: it begins
-                                                              - they differ: it is refused, on every rank
+    issued - the name has a number - all ranks have issued this use - they agree: the operation begins
+                                                              - they differ: the operation is refused on every rank
 
 An operation sends no data and enters no lane before every rank has issued that operation. So no operation in a lane
 waits for a later call of a program. The ranks compare by messages (`Dissemination`), whose tag follows from the number.
@@ -71,7 +71,7 @@ class _Name:
 
 
 class Names:
-    """The named operations of one communicator on this rank; on the loop's thread, unless said otherwise."""
+    """The named operations of one communicator on this rank (loop's thread, unless a method says otherwise)."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Names:
     # --- the numbers of names --------------------------------------------------------------------------------
 
     def _number_for(self, name: str) -> int:
-        """Return the number of `name`, -1 if there are too many names; on the leader, on any thread."""
+        """Return the number of `name`, or -1 for too many names (leader, any thread)."""
         with self._given_lock:
             if name not in self._given and len(self._given) == MOST_NAMES:
                 return -1

@@ -30,7 +30,7 @@ class Objects(PointToPoint):
     """Collectives and messages of Python objects, pickled at the call.
 
     A call raises errors of pickle. The await raises errors of unpickling. Unpickling runs code of the sender's choice:
-    use them among ranks that trust each other. The cost is that of a uint8 tensor with the pickled bytes.
+    use these calls only among ranks that trust one another. The cost is that of a uint8 tensor with the pickled bytes.
     """
 
     def broadcast_object(
@@ -44,7 +44,7 @@ class Objects(PointToPoint):
         Args:
             obj: on root, any object that pickle takes; ignored elsewhere.
             root: the rank whose object all ranks get.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
@@ -80,7 +80,7 @@ class Objects(PointToPoint):
 
         Args:
             obj: any object that pickle takes.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:

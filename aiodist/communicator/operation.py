@@ -55,9 +55,9 @@ class Peer(NamedTuple):
     dst: int | None
     tag: int
     answered: bool = False
-    """True if a send ends with the answer that a receive has matched it."""
+    """True if a send ends with the answer of a receive that has matched."""
     kept: bool = False
-    """True if the transport completes the send only after a receive has matched it."""
+    """True if the transport completes the send only after a receive has matched."""
 
     def __str__(self) -> str:
         ends = []

@@ -68,7 +68,7 @@ class OpLog(_core.Log):
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[tuple[CodeType, int], str] = {}
-        """Names of user calls such as "net.step", by their place; the operations that they issue are their parts."""
+        """Names of user calls such as "net.step", by place. Operations issued in such a call are parts of the call."""
 
     def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
         """Record the operations issued from now on as parts of the user's `call` at that place."""

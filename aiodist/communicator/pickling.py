@@ -44,7 +44,7 @@ def unpack_each(parts: Sequence[Tensor]) -> list[Any]:
 
 
 def unpack(packed: Tensor | Unpacked) -> Any:  # noqa: ANN401
-    """Return the object; its buffers share `packed`'s memory."""
+    """Return the object, whose buffers share the memory of `packed`."""
     if isinstance(packed, Unpacked):
         return packed.obj
     view = packed.numpy().data

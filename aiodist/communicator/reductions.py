@@ -60,8 +60,8 @@ class Reductions(Base):
             out: a tensor for the result, with as many elements as `t`. `t` is then not changed.
             across: True reduces over the list `t` too, so each tensor of the list becomes the total. The tensors have
                 one shape and dtype, all on the CPU or each on a separate CUDA device.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
@@ -70,7 +70,7 @@ class Reductions(Base):
         Raises:
             TypeError: if `op` does not take the dtype, such as "mean" of integers.
             RuntimeError: if a tensor to be written requires grad, in grad mode.
-            OverflowError: if an int does not fit into 64 bits; on await, if a product of ints does not.
+            OverflowError: if an int does not fit into 64 bits. On await, if a product of ints does not fit.
 
         Example:
             ```python
@@ -157,12 +157,12 @@ class Reductions(Base):
             root: the rank that gets the result.
             out: a tensor for the result on root, with as many elements as `t`; ignored elsewhere.
             across: True reduces the list `t` too, into root's first tensor.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
-            On root `t`, `out` or a number; None elsewhere.
+            On root `t`, `out` or a number. None elsewhere.
 
         Raises:
             ValueError: if `root` is no rank.
@@ -202,7 +202,7 @@ class Reductions(Base):
         """Reduce `t` elementwise over all ranks, with this rank's block of the result.
 
         Every rank makes this call with a `t` of the same shape `(rows, ...)`, which is not changed unless `out` is a
-        part of `t`. The blocks are cut along dim 0; if the rows do not divide evenly, the first ranks get one row more.
+        part of `t`. The blocks are cut along dim 0. If the rows do not divide evenly, the first ranks get one row more.
 
         Args:
             t: a tensor, or a list of tensors, each reduced by itself in one operation.
@@ -210,12 +210,12 @@ class Reductions(Base):
             sizes: number of elements for each rank, the same list on every rank. `t` is then cut flat into results of
                 shape `(sizes[rank],)`.
             out: a tensor for the result. `out` may be `t`, with the block in the first elements, or any part of `t`.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
-            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
+            impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
 
         Returns:
-            This rank's block, in new memory or in `out`; a list of blocks if `t` is a list.
+            This rank's block, in new memory or in `out`, or a list of blocks if `t` is a list.
 
         Raises:
             ValueError: if `sizes` do not add up to the elements of `t`, or `t` has no dimensions and there are no

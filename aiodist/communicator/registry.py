@@ -249,7 +249,7 @@ class Registry(Generic[C]):
         async def make() -> None:
             try:
                 while internals.is_pending(agreed):
-                    with suppress(OperationTimeout):  # `handle` has the same deadline, with a report
+                    with suppress(OperationTimeout):  # `handle` has the same deadline, and reports that deadline
                         await agreed
                 table = agreed.result()
                 if earlier:
@@ -294,7 +294,7 @@ class Registry(Generic[C]):
         return name
 
     async def among(self, parent: C, name: str, ranks: Sequence[int]) -> C:
-        """Return a communicator of `ranks` of `parent` that other threads may use. Only these ranks call it.
+        """Return a communicator of `ranks` of `parent` that other threads may use. Only these ranks make this call.
 
         All give the same `name`, which is unique below `parent`.
         """

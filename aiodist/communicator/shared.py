@@ -43,10 +43,10 @@ class SharedMemory(Base):
         The tensor belongs to this rank: no other rank reads its elements, except collectives, which reduce in place
         there. Use `shared_table` for a tensor that all ranks see.
 
-        Local, from any thread. Ranks may call it differently. The result is a plain tensor. Views of the tensor have
-        the same properties. Collectives of `impl="shm"` copy none of its bytes: from issue to end the ranks work in one
-        another's tensors. The pages are reserved until the last tensor in them is deleted. The tensor remains valid
-        after the communicator was closed or aborted. Without other ranks that share memory, the result is that of
+        Local, from any thread. The calls of the ranks may differ. The result is a plain tensor. Views of the tensor
+        have the same properties. Collectives of `impl="shm"` copy none of its bytes: from issue to end the ranks work
+        in one another's tensors. The pages are reserved until the last tensor in them is deleted. The tensor remains
+        valid after the communicator was closed or aborted. Without other ranks that share memory, the result is that of
         `torch.empty`. The same holds for a CUDA `device`, whose memory ranks of a host can map anyway
         (`impl="cuda_ipc"`). Raises MemoryError, with the bytes requested, if there are not enough pages.
         """
@@ -70,14 +70,14 @@ class SharedMemory(Base):
             await coll.barrier()
 
         The table is a plain tensor on the CPU. Only the barriers of the program order accesses to the table. In a
-        collective that writes to the table, several ranks would write to the same memory. The pages are reserved. They
-        are freed when the last tensor of the table is deleted on every rank of the host, or the processes are killed:
-        the table has no file name.
+        collective that writes to the table, several ranks would write to the same memory. The pages are reserved. These
+        pages are freed when the last tensor of the table is deleted on every rank of the host, or the processes are
+        killed: the table has no file name.
 
         Raises TypeError or ValueError for an impossible shape or dtype. On await, on every rank: MismatchError if ranks
         ask for different tables, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host share no
         memory (AIODIST_SHM=0), BackendError if a rank cannot map the table, for example without a free descriptor.
-        Cost: two `allgather_object`; a mapping and a descriptor on each rank while tensors of the table live.
+        Cost: two `allgather_object`, then a mapping and a descriptor on each rank while tensors of the table live.
         """
         size = _checked_shape(shape, dtype)
         topology = self.topology
@@ -155,14 +155,14 @@ class SharedMemory(Base):
         forked child has the same memory instead of a copy, and an address taken before (`data_ptr()`, DLPack) is
         invalid.
 
-        The call is local and works from any thread, while no other code uses the tensors. Ranks may call it
-        differently. Tensors in the arena stay. If no other rank shares memory with this one, nothing moves.
+        The call is local and works from any thread, while no other code uses the tensors. The calls of the ranks may
+        differ. Tensors in the arena stay. If no other rank shares memory with this one, nothing moves.
 
         Raises:
             TypeError: for an argument that is neither tensor nor module.
             ValueError: with nothing moved, for a tensor that is not on the CPU, not dense, or a wrapper of other
-                tensors; whose memory torch does not own (`.numpy()` was called, numpy or a file has it, other processes
-                share it); or whose storage is more than twice as large.
+                tensors, or whose storage is more than twice as large. The same for memory that torch does not own:
+                `.numpy()` was called, numpy or a file has the memory, or other processes share the memory.
             BufferInFlight: if an operation uses a tensor.
             BackendUnavailable: if torch is older than 2.13.
             MemoryError: as `arena_empty`, with the number of moved storages.

@@ -274,7 +274,7 @@ class Watchdog:
                 self._send(list(self._reached), "stalled", "", handle.seq + 1)
 
     def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
-        """Return the first collective, since the later ones wait for it, and the operations without an order.
+        """Return the first collective, which the later ones wait for, and the operations without an order.
 
         These are named operations, and messages except detached ones.
         """
@@ -476,7 +476,7 @@ class Watchdog:
         self._asked.setdefault((name, issued), set()).add(src)
         if not name:
             self._oplog.awaited[issued - 1] = partial(self._notify, name, issued)
-        if issued <= self._issued(name):  # the loop's thread issued it meanwhile, and may have missed this rank
+        if issued <= self._issued(name):  # issued meanwhile on the loop's thread, perhaps without a notice to this rank
             self._send([src], "reached", name, issued)
             self._notify(name, issued)
 

@@ -36,7 +36,7 @@ _PAUSE = 1.0  # seconds between two comparisons
 _ANSWER_SECONDS = 2.0  # longest wait for the answers
 _ROUND_TRIPS = 4  # per measurement of the clocks
 _SHOWN = 8
-_SHORT = 1e-3  # seconds; shorter waits of receives do not count
+_SHORT = 1e-3  # seconds (shorter waits of receives do not count)
 _MOST_LEFT = 1 << 14  # operations of a rank that others have not reached
 
 _Stream = tuple[str, str]  # (communicator, name of an operation), or "" for operations without a name
@@ -66,7 +66,7 @@ class _Followed:
         return self.dispatcher.oplog
 
     def find(self, name: str, number: int) -> Record | None:
-        """Return the record of an operation, or of a use of a name, or None if it was discarded."""
+        """Return the record of an operation or of a use of a name, or None for a discarded one."""
         return self.named.get((name, number)) if name else self.log.find(number)
 
     def new_arrivals(self) -> Iterator[tuple[str, bytes]]:
@@ -204,7 +204,7 @@ class ArrivalTimes:
     async def _compare(self) -> None:
         """Compare the arrival times of all ranks, and send the late ranks to all. Raises nothing."""
         self._began = perf_counter()
-        with suppress(TimeoutError, RuntimeError):  # a rank is stopped or lost; the channel is closed
+        with suppress(TimeoutError, RuntimeError):  # a rank is stopped or lost, or the channel is closed
             offsets = await self._clock.measure(_ROUND_TRIPS)
             self._round += 1
             self._answers = {}
@@ -255,7 +255,7 @@ class ArrivalTimes:
                 settle_soon(self._all_answered)
 
     def _answer(self) -> tuple[list[Any], list[Any]]:
-        """Return the new arrival times, and the new waits of receives, of all communicators."""
+        """Return the new arrival times and the new waits of receives, of all communicators."""
         arrivals, received = [], []
         for comm, one in list(self._followed.items()):
             if one.closed:

@@ -28,7 +28,7 @@ class Offset(NamedTuple):
 
 
 class Clock:
-    """The clocks of some ranks, `perf_counter` of each; the first of them measures, on its loop.
+    """The clocks of some ranks, `perf_counter` of each. The first rank measures on its loop.
 
     The others answer on the listener thread, so also while their loops are blocked.
     """

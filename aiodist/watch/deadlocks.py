@@ -1,6 +1,6 @@
 """Stalled ranks report pending operations to one rank, which finds deadlocks and notifies all.
 
-    a rank is stalled at two checks in a row -> it reports -> it is asked again -> it reports the same -> the verdict
+    stalled at two checks in a row -> report -> second question -> the same report -> the verdict
 
 The judge is the first rank that has not left. The judge decides on its listener thread, so its program may compute
 meanwhile. Reports may be from different times, so the judge asks all ranks of a deadlock again. If all report the same,

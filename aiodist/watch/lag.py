@@ -21,7 +21,7 @@ _log = logging.getLogger("aiodist")
 
 @contextmanager
 def watched_loop(progress: Progress, rank: int, seconds: float | None) -> Iterator[None]:
-    """Warn in this block if the loop runs no callback for `seconds`; None disables the warnings and the thread."""
+    """Warn in this block if the loop runs no callback for `seconds`. None disables the warnings and the thread."""
     if seconds is None:
         yield
         return
@@ -69,7 +69,7 @@ class _LoopWatcher(Quiet):
             while not self._came.wait(self._seconds / 2) and not self._closing:
                 if monotonic() >= asked + self._seconds:
                     lines[line_of_thread(self._progress.thread_id)] += 1
-            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # until now if it was closed
+            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # until now after its close
             if blocked >= self._seconds:
                 self._warn(blocked, lines)
             if self._closing:

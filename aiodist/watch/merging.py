@@ -59,7 +59,7 @@ class Merged(NamedTuple):
     file: Path
     ranks: list[int]
     size: int  # ranks of the job
-    error: float  # largest error of the clocks, in seconds; inf if a clock was not measured
+    error: float  # largest error of the clocks, in seconds, or inf for an unmeasured clock
 
     def __str__(self) -> str:
         missing = sorted({*range(self.size)} - {*self.ranks})

@@ -40,11 +40,11 @@ _BATCH = 256  # spans encoded at a time, with the GIL held
 async def trace(coll: Communicator, folder: str | os.PathLike[str]) -> AsyncIterator[None]:
     """Record all ranks in this block: `async with aiodist.trace(coll, "trace"):` writes trace/trace.json.
 
-    https://ui.perfetto.dev and chrome://tracing open the file. It has for every rank, on the first rank's clock, each
-    operation with its bytes, its implementation, its line and its wait for the last rank; awaits that had to wait;
-    forward, backward, optimizer and the reduction of each bucket; reads of prefetch; copies to and from devices; calls
-    of a parameter server; the work of host streams; and the blocks of `aiodist.span`. `otherData` has the largest error
-    of the clocks.
+    https://ui.perfetto.dev and chrome://tracing open the file. The file has the spans of every rank on the first rank's
+    clock. Each operation has its bytes, implementation, line and wait for the last rank. Further spans are awaits that
+    had to wait, forward, backward, optimizer and the reduction of each bucket, reads of prefetch, copies to and from
+    devices, calls of a parameter server, work of host streams, and the blocks of `aiodist.span`. `otherData` has the
+    largest error of the clocks.
 
     Collective over `coll`, usually the world. All ranks need access to `folder`, from which an earlier trace is
     removed. If the block raises, the files of the ranks stay there: `aiodist trace FOLDER` merges the files. Raises

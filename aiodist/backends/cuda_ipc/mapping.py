@@ -6,9 +6,9 @@ a mapping never shows other data. Therefore one process opens a description once
 description costs an event, an entry in a file, and a wrapper of the memory. The allocator then ignores `record_stream`
 for this storage.
 
-A process maps the memory on its own device, also if the memory is on another GPU: kernels read and write it across the
-link between them. torch's event is not used: ranks synchronise on the host, since the event of a killed process would
-never be recorded.
+A process maps the memory on its own device, also if the memory is on another GPU: kernels read and write the memory
+across the link between the GPUs. torch's event is not used: ranks synchronise on the host, since the event of a killed
+process would never be recorded.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Mapped:
         return self._memory
 
     def close(self) -> None:
-        """Close the mapping. No queued work may use it."""
+        """Close the mapping. No queued work may use the storage."""
         with OnStream(self._idle):  # the destructor waits for the current stream
             self._memory = self._allocation = None
 

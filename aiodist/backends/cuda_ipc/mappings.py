@@ -8,10 +8,10 @@ When a storage dies or is resized, an announcement has its number for the mappin
 mapping. Until then torch keeps the memory: see [Note: kept memory].
 
 [Note: loans] One operation is one *loan*, which announces a tensor to the other ranks and receives their announcements.
-A loan ends when these ranks have finished with the tensor. So each of them knows the number by then. A rank declares a
-number dead only when no loan uses it. So messages of several operations may arrive in any order. No rank receives a
-number after its declaration as dead. A failed loan never ends. The memory stays mapped after the close, since queued
-kernels may still use the memory.
+A loan ends when these ranks have finished with the tensor. So each of these ranks knows the number by then. A rank
+declares a number dead only when no loan uses it. So messages of several operations may arrive in any order. No rank
+receives a number after its declaration as dead. A failed loan never ends. The memory stays mapped after the close,
+since queued kernels may still use the memory.
 
 Everything here runs with the transport lock held.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from aiodist.control import Channel
 
 _HEAD = struct.Struct("<BBHIqqq")
-"""Kind of the frame, dtype, bytes of text, count of dead numbers; then number, offset, elements."""
+"""Kind of the frame, dtype, bytes of text, count of dead numbers, then number, offset, elements."""
 
 _KNOWN, _DESCRIBED, _REFUSED = range(3)
 _MOST_DEAD = 8  # dead numbers in one frame, with the rest in the next one

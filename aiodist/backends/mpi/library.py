@@ -37,7 +37,7 @@ DTYPES = {
 OPS: dict[ReduceOp, MPI.Op] = {op: getattr(MPI, op.name) for op in ReduceOp if op is not ReduceOp.MEAN}
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 SATURATES = "Open MPI" in MPI.Get_library_version()
-"""True if sums of 8 and 16 bits saturate (Open MPI), where torch and other libraries wrap around."""
+"""True if sums of 8 and 16 bits saturate (Open MPI). Sums of torch and other libraries wrap around."""
 
 
 def as_backend_error(error: MPI.Exception) -> BackendError:

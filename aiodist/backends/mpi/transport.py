@@ -66,7 +66,7 @@ class MpiTransport:
         self._transfer(t, done, lambda piece: self._comm.Irecv(piece, source, tag))
 
     def _send_short(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send a short message. Most libraries copy the bytes, and the finished request needs no polls."""
+        """Send a short message. Most libraries copy the bytes, so the finished request needs no polls."""
         nbytes = t.nbytes
         if self._requests.left is not None:
             done(again(self._requests.left))

@@ -114,7 +114,8 @@ class NcclGroup:
     def open(self, exchange: Exchange) -> None:
         """Connect the ranks. Every rank calls this once. Native calls wait for its end.
 
-        `exchange` sends NCCL's id from rank 0 to the others. It is used once, unless the group has one rank.
+        `exchange` sends NCCL's id from rank 0 to the others. The communicator is used once, unless the group has one
+        rank.
         """
         if self.opened or self._error is not None:
             return

@@ -11,7 +11,7 @@
 - NCCL adds 16-bit floats in 16 bits, and rounds at each hop of a ring or tree, except within a switch. So sums of
   16-bit floats are done in float32. 16-bit floats are native only if the operation does not round.
 - NCCL's average of floats multiplies each summand by 1/n before the sum. The products round n more times and keep the
-  switch from the sum. So a mean is a sum, and the stream divides it afterwards.
+  switch from the sum. So a mean is a sum with a later division by the stream.
 - NCCL has no 16-bit integers, no complex numbers and no bitwise operators. Operations that move data send bytes.
 - NCCL before 2.30 refuses several ranks on one device. Later versions do unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
 - Communicators of one device that share a stream may deadlock on the device if two ranks order their calls differently.

@@ -1,6 +1,6 @@
 """Collectives among the ranks of a host, in the compiled core: one lane is an ordered sequence of them.
 
-`core/` describes the lanes. This module opens lanes and joins them with the lanes of the other ranks. Each rank has a
+`core/` describes the lanes. This module opens lanes and joins these with the lanes of the other ranks. Each rank has a
 block for its state in its arena. The rank sends the name and place of the block to the others.
 """
 

@@ -1,8 +1,8 @@
 """Moves existing tensors with all views into an arena: the storages get memory of the arena.
 
 torch can swap the memory of two storages (`UntypedStorage._swap_data_ptr_`, since 2.13). Tensors, tensors saved by
-autograd and tied parameters refer to the storage, not to the memory. So all of them use the new memory. No version
-counter changes.
+autograd and tied parameters refer to the storage, not to the memory. So all these tensors use the new memory. No
+version counter changes.
 """
 
 from __future__ import annotations

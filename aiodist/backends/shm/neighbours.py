@@ -1,8 +1,8 @@
 """The ranks of one host: connections, and mappings of each other's memory.
 
-A unix socket between each two of them carries descriptors of segments and the places of named memory. A rank sends such
-a message before it stores data that depends on the message. So a rank that finds an unknown place in shared memory
-reads the socket, and then knows the place.
+A unix socket between each two ranks carries descriptors of segments and the places of named memory. A rank sends such a
+message before it stores data that depends on the message. So a rank that finds an unknown place in shared memory reads
+the socket, and then knows the place.
 """
 
 from __future__ import annotations
@@ -300,8 +300,8 @@ class Met(NamedTuple):
 async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, seconds: float = _MEET_SECONDS) -> Met:
     """Return this rank's neighbourhood, or the reason for its absence, with all groups of ranks that share memory.
 
-    Every rank must call it, with the result of `find_hosts` as `hosts`. If one rank of a host cannot share memory, no
-    rank of this host does.
+    Every rank must make this call, with the result of `find_hosts` as `hosts`. If one rank of a host cannot share
+    memory, no rank of this host does.
     """
     listener, reason = _listen() if allowed else (None, "it was turned off (AIODIST_SHM=0)")
     try:

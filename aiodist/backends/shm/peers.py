@@ -405,7 +405,7 @@ class Peer:
         return moved
 
     def _withdraw(self, send: Send, error: BaseException) -> None:
-        """Abort a send. The memory of the message is kept until the neighbour no longer reads it."""
+        """Abort a send. The memory of the message is kept until the neighbour no longer reads the message."""
         self._stop(send)
         self._say(_WITHDRAWN, send.number)
         self._messages.finish(send, error)

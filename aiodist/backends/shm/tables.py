@@ -22,7 +22,7 @@ class Named(NamedTuple):
     number: int
     """Number among the tables of that rank."""
     fd: int
-    """File descriptor in that process, for ranks of the same one. Open until all ranks have mapped the table."""
+    """File descriptor in that process, for ranks in the same process. Open until all ranks have mapped the table."""
     nbytes: int
 
 

@@ -77,7 +77,7 @@ class ShmTransport:
     async def aclose(self, *, drained: bool) -> None:
         """Fail pending operations. The close of the world's transport ends all splits and frees their memory.
 
-        Unless `drained`, the memory is kept until this object dies, since other ranks may still read it.
+        Unless `drained`, the memory is kept until this object dies, since other ranks may still read the memory.
         """
         if self._closed:
             return
@@ -110,7 +110,7 @@ class ShmTransport:
 
 
 def open_world(near: Neighbourhood) -> ShmTransport:
-    """Return a transport over all ranks of `near`; once in the life of `near`.
+    """Return a transport over all ranks of `near`, once in the life of `near`.
 
     Every rank must make this call. Raises MemoryError if there is no memory for the queues.
     """

@@ -12,7 +12,7 @@ from aiodist.collectives.columns import columns
 from aiodist.types import OPERATIONS, Impl
 
 EXCHANGES = ("gather", "scatter", "alltoall", "alltoall_single")
-"""Operations with separate data for each pair of ranks. NCCL has them too."""
+"""Operations with separate data for each pair of ranks. NCCL has these operations too."""
 ONE_FORM = dict.fromkeys(EXCHANGES, "direct") | {"exscan": "chain"}
 """Operations with one implementation on the CPU, made of messages: `impl=` has no effect."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)

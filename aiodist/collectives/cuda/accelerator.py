@@ -48,7 +48,7 @@ def visible_devices(environment: Environment) -> list[str]:
 
 
 def means_here(*, nccl_shares: bool) -> Means:
-    """Return the means of this rank for its device; `nccl_shares`: NCCL is configured to let ranks share a device."""
+    """Return the means of this rank for its device. `nccl_shares`: NCCL is configured to let ranks share a device."""
     no_ipc = ""
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
         no_ipc = f"torch allocates with {allocator}, whose memory no other process can map"

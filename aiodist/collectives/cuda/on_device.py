@@ -25,7 +25,10 @@ class OnHost(list[Transfer]):
 
 
 class StaysOnHost(OnHost):
-    """Like `OnHost`; the program's next step, too, queues no work outside a stream that it enters, unless it raises."""
+    """Like `OnHost`.
+
+    The program's next step also queues no work outside a stream that the step enters, unless the step raises.
+    """
 
 
 class DeviceWork:

@@ -37,7 +37,7 @@ class Queued(Fence):
 
 
 Queue = Callable[[Tensor, torch.cuda.Stream], Queued]
-"""(t, stream): a reduction of `t` after the work queued on the caller's `stream`. It may raise RuntimeError."""
+"""(t, stream): a reduction of `t` after the work queued on the caller's `stream`. The call may raise RuntimeError."""
 
 
 class Alone(Queued):
