@@ -58,7 +58,7 @@ class LaneIssuer:
         return core
 
     def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
-        """Continue a collective that the ranks agree on, but no lane can do, by a program (any thread)."""
+        """Continue an agreed collective by a program, since no lane can run the collective (any thread)."""
         self._dispatcher.traffic(handle.seq)  # so that the operation can be refused
         self._dispatcher.progress.start_from_thread(partial(self._go_on, handle, make, claims))
 

@@ -197,7 +197,7 @@ class Watchdog:
         self.messages = 0
         """Number of issued messages."""
         self.on_receive: Callable[[Handle[Any], int], None] | None = None
-        """Called with each receive from a certain rank, at the issue."""
+        """Called at the issue of each receive from one rank."""
         self.mailbox = mailbox
         self.uses: Callable[[], Mapping[str, int]] = dict
         """Returns the number of uses of each name on this rank."""
