@@ -42,10 +42,10 @@ class _Dropped(NamedTuple):
 class Account:
     """The handles of one communicator or stream that were dropped before their outcome was retrieved.
 
-    A communicator's account is `prompt`: each handle is reported once it is dropped and its operation finished. An
-    error goes to the loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the
-    operation, which Python shows once for each line. A stream's account waits for a `sync`, which covers the results of
-    earlier operations, and becomes prompt when the stream closes.
+    A communicator's account is `prompt`: each handle is reported once dropped and finished. An error goes to the loop's
+    exception handler. A result becomes a `RuntimeWarning` at the line that issued the operation, which Python shows
+    once for each line. A stream's account waits for a `sync`, which covers the results of earlier operations, and
+    becomes prompt when the stream closes.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Account:
                 self._warn(entry)
 
     def judge(self) -> None:
-        """Report all dropped handles that no `sync` covered, and later handles as soon as they are dropped."""
+        """Report all dropped handles that no `sync` covered, and later handles as soon as dropped."""
         self._prompt = True
         self._judging = False
         try:
@@ -135,6 +135,6 @@ class Account:
         what = lost if entry.given_up else "was never awaited"
         if where is None:
             warnings.warn(f"{entry.op} {what}", RuntimeWarning, stacklevel=2)
-        else:  # without the number: each iteration of a loop would be another text, so Python would show all of them
+        else:  # without the number, since Python would show the different texts of all iterations of a loop
             message = f"{entry.op} issued at {where} {what}"
             warnings.warn_explicit(message, RuntimeWarning, where.filename, where.lineno, registry=self._shown)

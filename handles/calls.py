@@ -1,4 +1,4 @@
-"""Coroutines that remember the line of the call, for a report if they are never awaited."""
+"""Coroutines that remember the line of the call, for a report without an await."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class _Gathering:
 
     def _pause_members(self) -> None:
         self._outer = None
-        for member in self._posted.values():  # a message that a member returns may match another one, which returns it
+        for member in self._posted.values():  # a returned message may match another member
             member.leave_early(self)
 
     def begin(self, members: Iterable[Handle[Any]]) -> None:

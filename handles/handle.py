@@ -301,8 +301,8 @@ class Handle(_core.Handle, Generic[T]):
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`, or None for the current CUDA stream. The
         stream continues after a failed operation too: only awaiting the handle raises the error. Raises `RuntimeError`
-        without such a stream. On the loop's thread, raises for an operation that the host has not begun completely.
-        Cost: 2 us.
+        without such a stream. Raises too, on the loop's thread, for an operation that the host has not begun
+        completely. Cost: 2 us.
         """
         fence = self._fence
         if fence is not None:
@@ -339,11 +339,11 @@ class Handle(_core.Handle, Generic[T]):
         Cancelling the task that awaits a handle does not withdraw the operation: the operation continues.
 
         Args:
-            msg: ignored; for the signature of asyncio's futures.
+            msg: ignored, for the signature of asyncio's futures.
 
         Returns:
-            True if the operation was withdrawn: it never happened, and awaiting the handle raises `CancelledError`.
-            False if the operation continues.
+            True if the operation was withdrawn and so never happened. An await of the handle then raises
+            `CancelledError`. False if the operation continues.
 
         Raises:
             RuntimeError: on another thread.
@@ -415,7 +415,7 @@ class Handle(_core.Handle, Generic[T]):
 
     @property
     def origin(self) -> Origin | None:
-        """Line that issued the operation, or None if it is unknown."""
+        """Line that issued the operation, or None if unknown."""
         return None if self._origin is None else Origin(*self._origin)
 
     def _dropped(self) -> None:

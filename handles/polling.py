@@ -8,7 +8,7 @@ holder.
 
 [Note: no wake-up is lost] The progress thread sleeps without a timeout only if nothing is pending. While work is
 pending, the thread looks at least every millisecond, and polls each loop that has not polled since the last look. So
-only a sleeping thread can forget an operation. Before it sleeps, the thread sets `alarm.asleep`, then checks *with the
+only a sleeping thread can forget an operation. Before a sleep, the thread sets `alarm.asleep`, then checks *with the
 transport lock* that nothing is pending, then waits for a ring. Two kinds of work are pending:
 
 - Calls in the inbox. A thread that adds a call reads `asleep` afterwards, and rings if it is True. So either this

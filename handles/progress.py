@@ -119,8 +119,8 @@ class Progress(LoopWork, Quiet):
     def start(self, call: Callable[[], None]) -> None:
         """Make a native call that starts a transfer, now or when the holder of the transport lock makes it.
 
-        `call` runs with the transport lock held, in order with the other calls. `call` must not raise, see `guarded` of
-        `aiodist.backends.base`: an error goes only to the loop's exception handler.
+        `call` runs with the transport lock held, in order with the other calls. `call` must not raise (see `guarded` of
+        `aiodist.backends.base`). An error goes only to the loop's exception handler.
         """
         self.polls += 1  # a loop that issues is alive: the progress thread need not poll yet
         if not self.inbox and transport_lock.acquire(False):

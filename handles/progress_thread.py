@@ -49,7 +49,7 @@ class ProgressThread:
                 self._start()
 
     def end(self, seconds: float | None = _END_SECONDS) -> None:
-        """End the thread and join it, since the interpreter ends.
+        """End and join the thread, since the interpreter ends.
 
         CPython before 3.14 ends a thread that returns from a native call into a finalized interpreter inside torch,
         which aborts the process (python/cpython#87135).

@@ -21,7 +21,7 @@ Done = Callable[[BaseException | None], None]
 def join(count: int, done: Done) -> Done:
     """Return a callback that calls `done` with the first error after `count` calls.
 
-    The calls must not overlap: one thread makes them, or the transport lock is held.
+    The calls must not overlap: one thread makes all calls, or the transport lock is held.
     """
     left = count
     first: BaseException | None = None

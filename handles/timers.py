@@ -53,7 +53,7 @@ class Timers(Quiet):
     """Reports deadlines to handles.
 
     Most operations finish long before the deadline. A timer of the loop for each operation would stay until then,
-    perhaps for half an hour. So a heap has the deadlines, and finished operations are removed when it has doubled.
+    perhaps for half an hour. So a heap has the deadlines. Finished operations are removed when the heap has doubled.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -65,7 +65,7 @@ def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
 class JobQueue(Generic[T]):
     """Jobs for one thread or several, in order.
 
-    A thread takes a job after it has left the table of waiting threads. So at each moment the job is in the queue, or
+    A thread leaves the table of waiting threads before it takes a job. So at each moment the job is in the queue, or
     its thread does not count as idle. The garbage collector may call `put`.
     """
 

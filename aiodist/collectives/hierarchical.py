@@ -27,8 +27,8 @@ _OPERATIONS = ("allreduce", "broadcast", "reduce")
 class Hierarchical(Implementation):
     """See the module and `Implementation`.
 
-    If hosts differ on an operation, the part between hosts stops. The ranks within a host agree. They all continue to
-    the end, since none may wait for a rank that has stopped.
+    If hosts differ on an operation, the part between hosts stops. The ranks within a host agree. All ranks of a host
+    continue to the end, since none may wait for a rank that has stopped.
     """
 
     compares = True

@@ -1,4 +1,4 @@
-"""All implementations of one communicator, and the choice among them. Programs that run them."""
+"""All implementations of one communicator, and the choice among them. Programs that run the chosen ones."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Repertoire:
         """Implementations for the CPU, by name."""
         on_cuda = [] if isinstance(cuda, str) else [*kit.implementations, *schedules]
         self.on_cuda = {one.name: one for one in on_cuda}
-        """Implementations for CUDA devices, by name; empty without such devices."""
+        """Implementations for CUDA devices, by name (empty without such devices)."""
         self._known: dict[str, dict[str, Implementation]] = {"cpu": self.all, "cuda": self.on_cuda}
         self.hosts = "several" if several else "one"
         """Host entry of the rows in the table, "one" or "several"."""

@@ -140,7 +140,7 @@ class MailboxMessage(UnexpectedMessage):
     flags: int = 0
     """Sum of `MessageFlag`."""
     data: bytes | Tensor | None = field(default=None, repr=False)
-    """The bytes, if this rank has them."""
+    """The bytes, or None if another rank has the bytes."""
     error: BaseException | None = None
     """Error of the transfer of a message that was put back before the transfer was finished."""
     waiting: list[Done] = field(default_factory=list)

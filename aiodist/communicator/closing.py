@@ -77,7 +77,7 @@ class OpenCommunicators(Generic[C]):
             notify(parts_of(communicator).dispatcher)
 
     def note_origin(self, made: object, origin: Origin | None) -> None:
-        """Note the line that made a communicator; other objects are ignored."""
+        """Note the line that made a communicator. Other objects are ignored."""
         for communicator in self.open if origin is not None else ():
             if communicator is made and origin is not None:
                 self._origins.setdefault(communicator, origin)
@@ -226,7 +226,7 @@ class OpenCommunicators(Generic[C]):
         aborted, self.open = self.open[::-1], []
         for communicator in self.closing:
             parts_of(communicator).dispatcher.lifetime.abort(error)
-        if self.closing:  # the abort ends the tasks that close them
+        if self.closing:  # the abort ends the tasks that close these communicators
             await asyncio.wait(self.closing.values(), timeout=LIVENESS_SECONDS)
         for communicator in aborted:
             dispatcher = parts_of(communicator).dispatcher

@@ -285,7 +285,7 @@ class Failures:
             self.send(rank, [0, None, text, None])
 
     def _told_abort(self, text: str) -> None:
-        """On the loop."""
+        """Abort the communicator as another rank does (loop's thread)."""
         self.abort_here(CommunicatorAborted(text))
 
     def _drain(self, action: Drain) -> None:
@@ -296,12 +296,12 @@ class Failures:
             traffic.clear(self._transport, action.rank, action.sent, action.asked)
 
     def _start_timer(self, number: int, call: Callable[[int], None]) -> None:
-        """On the loop."""
+        """Call `call(number)` after the liveness bound (loop's thread)."""
         self._stop_timer(number)
         self._timers[number] = self._progress.loop.call_later(LIVENESS_SECONDS, call, number)
 
     def _stop_timer(self, number: int) -> None:
-        """On the loop."""
+        """Cancel the timer of an operation (loop's thread)."""
         if (timer := self._timers.pop(number, None)) is not None:
             timer.cancel()
 
@@ -387,7 +387,7 @@ class Failures:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _operation(self, number: int) -> CommunicatorOperation | None:
-        """Return the collective with that number while it is in flight."""
+        """Return the collective in flight with that number."""
         if number >= NAMED:
             use = self.names.find(number)
             return None if use is None else use.operation

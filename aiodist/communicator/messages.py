@@ -224,9 +224,9 @@ class PointToPoint(Base):
     ) -> AsyncGenerator[Message, None]:
         """Iterate over the messages from `src` with `tag`, as they come: `async for message in coll.messages(): ...`.
 
-        It yields tensors (of `send`) and objects (of `send_object`), each as a `Message` with source, tag and data.
-        Each turn posts one receive, and receives match in the order of their calls. So a `recv()` issued before wins
-        the next message, and one issued in the body of the loop wins a message that comes meanwhile. Leaving or
+        The iterator yields tensors (of `send`) and objects (of `send_object`), each as a `Message` with source, tag and
+        data. Each turn posts one receive, and receives match in the order of their calls. So a `recv()` issued before
+        wins the next message, and one issued in the body of the loop wins a message that comes meanwhile. Leaving or
         cancelling the loop loses no message. The loop ends only so, or by an error.
 
         Raises ValueError at the call if `src` is no rank or `tag` is out of range. The loop raises the errors of

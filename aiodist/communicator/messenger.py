@@ -83,7 +83,10 @@ class Messenger:
         peer: Peer,
         convert: Callable[[Any], Any] | None = None,
     ) -> CommunicatorOperation:
-        """Return an operation of messages with `peer`: checked, claimed and in the table. `launch` starts it."""
+        """Return an operation of messages with `peer`: checked, claimed and in the table.
+
+        `launch` starts the operation.
+        """
         handle: Handle[Any] = self.dispatcher.new_handle(Handle, op, nbytes, timeout)
         operation = CommunicatorOperation(handle, claims, convert, meets=peer)
         self.dispatcher.enter(operation)

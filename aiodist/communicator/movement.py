@@ -124,8 +124,8 @@ class Movement(Base):
         Args:
             t: a tensor; a number, which gives a list of numbers; or a list of tensors, which gives a list of results.
             out: a tensor for all of them, concatenated along dim 0. Each tensor is then `(rows, ...)` with the same
-                trailing shape, or a number as one row. `out` grows if too small, and if it owns its memory. `t` may be
-                this rank's block of `out`.
+                trailing shape, or a number as one row. A small `out` that owns its memory grows. `t` may be this rank's
+                block of `out`.
             across: True returns one flat list for the list `t`, in the order rank * len + i. The tensors are as in
                 `allreduce`.
             timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
@@ -354,10 +354,10 @@ class Movement(Base):
 
         Every rank gives a `t` of shape `(rows, ...)`, which is not changed, except as `out`. Without `sizes`, `t` has
         one shape on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]` rows of
-        `t`, after a message with the number of rows. `out` grows if too small, and if it owns its memory. Returns the
-        rows from all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the rows of `t`.
-        Cost: p-1 messages out and in, with `sizes` 2(p-1). With `impl="bruck"` about log2(p) messages of half of `t`,
-        for short tensors without `sizes`.
+        `t`, after a message with the number of rows. A small `out` that owns its memory grows. Returns the rows from
+        all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the rows of `t`. Cost: p-1
+        messages out and in, with `sizes` 2(p-1). With `impl="bruck"` about log2(p) messages of half of `t`, for short
+        tensors without `sizes`.
         """
         terms = Terms(timeout, impl, name)
         if sizes is None and (planned := self._plans.issue("alltoall_single", t, out, terms)) is not None:

@@ -306,7 +306,7 @@ class Watchdog:
         if self.watch.members.get(self._name) is not self or (since := self._since(handle)) is None:
             return {}
         missing = self._missing(handle)
-        if not missing and not isinstance(self.pending.get(handle), Peer):  # all have issued it: one may be stopped
+        if not missing and not isinstance(self.pending.get(handle), Peer):  # all have issued: one may be stopped
             missing = [rank for rank in self._reached if self._inquiry.is_silent(self._ranks[rank])]
         texts = {rank: self._inquiry.text(self._ranks[rank], since) for rank in missing}
         return {rank: text for rank, text in texts.items() if text is not None}

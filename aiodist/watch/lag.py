@@ -63,7 +63,7 @@ class _LoopWatcher(Quiet):
             asked = monotonic()
             try:
                 self._progress.loop.call_soon_threadsafe(self._beat)
-            except RuntimeError:  # it was closed
+            except RuntimeError:  # closed
                 return
             lines: Counter[str] = Counter()
             while not self._came.wait(self._seconds / 2) and not self._closing:

@@ -85,7 +85,7 @@ class Requests:
         ended: list[tuple[int, MPI.Exception | None]] = []
         for i, request in enumerate(self._requests):
             try:
-                # Testsome frees the requests that it completes, failed ones too: these are null now.
+                # Testsome frees completed requests, failed ones too: these are null now.
                 if request == MPI.REQUEST_NULL or request.Test():
                     ended.append((i, None))
             except MPI.Exception as error:

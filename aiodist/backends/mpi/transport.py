@@ -172,7 +172,7 @@ class World:
 
     @classmethod
     def finalize(cls) -> None:
-        """Finalise MPI at exit if aiodist initialised it in this process and no transfer was aborted."""
+        """Finalise MPI at exit after an initialisation by aiodist in this process without aborted transfers."""
         if cls.pid != os.getpid() or MPI.Is_finalized() or cls.doomed:
             return
         # The progress thread must not call MPI during the finalisation, nor afterwards: the lock is never released.
