@@ -84,7 +84,10 @@ class Failures:
         `recent` has the messages of the communicator's operations.
         """
         self.to_fail: Latest[None] = Latest()
-        """Numbers that this rank stated not to have issued. The compiled core issues nothing while there are any."""
+        """Numbers that this rank stated not to have issued.
+
+        The compiled core issues nothing while there are such numbers.
+        """
         self._name = name
         self._topic = f"failures:{name}"
         self._channel = channel

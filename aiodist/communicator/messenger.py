@@ -16,8 +16,8 @@ A message in flight into the caller's memory cannot return before its arrival, s
 
 [Note: threads of a receive] `take`, `_pause` and `_finish` run with the lock held. The loop's thread writes `_held` and
 the waiters of the handle. A waiting thread writes `Posted._threads`. So `_pause` checks again for waiting code with the
-lock held. The mailbox calls `take` at the match, which makes the weak reference a strong one or finds that the handle
-is gone, in one step: a message never goes to a handle that nothing holds.
+lock held. The mailbox calls `take` at the match. In one step, `take` makes the weak reference a strong one or finds
+that the handle is gone. So a message never goes to a handle that nothing holds.
 """
 
 from __future__ import annotations
