@@ -1,7 +1,7 @@
 // The Python module `aiodist._core`: conversion and lifetime of objects; the other files have the algorithms.
 //
-// It is written by hand instead of Cython: the limited API gives one wheel for all versions of Python, and the cost of an
-// operation is visible in the source.
+// Written by hand instead of Cython: the limited API gives one wheel for all versions of Python, and the source shows
+// the cost of an operation.
 #include "binding.h"
 
 #include <errno.h>
@@ -73,12 +73,12 @@ static PyObject *memory_set_event(Memory *self, PyObject *event) {
 }
 
 static PyMethodDef memory_methods[] = {
-    {"set_event", (PyCFunction)memory_set_event, METH_O, "set_event(event): that rank's loop sleeps at this eventfd, which is owned from now on."},
-    {"map", (PyCFunction)memory_map, METH_VARARGS, "map(segment, buffer): it is mapped here, once."},
+    {"set_event", (PyCFunction)memory_set_event, METH_O, "set_event(event): own the eventfd of the rank's loop."},
+    {"map", (PyCFunction)memory_map, METH_VARARGS, "map(segment, buffer): record the mapping of a segment, once."},
     {0},
 };
 static PyType_Slot memory_slots[] = {
-    {Py_tp_doc, "What is mapped here of the memory of one rank, by the numbers of its segments."},
+    {Py_tp_doc, "The mapped segments of one rank's memory, by number."},
     {Py_tp_new, memory_new},
     {Py_tp_dealloc, memory_dealloc},
     {Py_tp_methods, memory_methods},
@@ -139,13 +139,13 @@ static PyObject *engine_spin(Engine *self, PyObject *seconds) {
 }
 
 static PyMethodDef engine_methods[] = {
-    {"spin", (PyCFunction)engine_spin, METH_O, "spin(seconds): look for so long before it sleeps, from now on."},
-    {"stop", (PyCFunction)engine_stop, METH_NOARGS, "Drive nothing any more."},
-    {"forget", (PyCFunction)engine_forget, METH_NOARGS, "This is a forked child: have nobody drive what is the parent's."},
+    {"spin", (PyCFunction)engine_spin, METH_O, "spin(seconds): set the time of polls before the thread sleeps."},
+    {"stop", (PyCFunction)engine_stop, METH_NOARGS, "Stop the thread."},
+    {"forget", (PyCFunction)engine_forget, METH_NOARGS, "In a forked child: let no thread drive the parent's lanes."},
     {0},
 };
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "Engine(doorbell, spin): the thread that drives lanes while nobody else does; it looks for `spin` seconds."},
+    {Py_tp_doc, "Engine(doorbell, spin): a thread that drives lanes while no other does; polls for `spin` seconds."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_methods, engine_methods},
@@ -173,7 +173,7 @@ void wait_for_word(Lane *lane) {
     if (core_lane_busy(lane->lane) && core_lane_load(lane->lane) < POLLED_BYTES) atomic_store(&doorbell->loop_waits, true);
 }
 
-// Takes all, the oldest first.
+// Takes all operations of a stack, the oldest first.
 static core_op *take(_Atomic(core_op *) *stack) {
     if (atomic_load_explicit(stack, memory_order_relaxed) == NULL) return NULL;
     core_op *op = atomic_exchange_explicit(stack, NULL, memory_order_acquire), *oldest = NULL;
@@ -275,7 +275,7 @@ static bool map_wanted(Completions *self) {
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) {
         unsigned rank;
         uint32_t segment;
-        while (!core_lane_hold(lane->lane)) core_relax();  // for as long as a step lasts
+        while (!core_lane_hold(lane->lane)) core_relax();  // at most for the duration of a step
         if (core_lane_wants(lane->lane, &rank, &segment)) {
             PyObject *mapped = PyObject_CallFunction(lane->map, "II", rank, (unsigned)segment);
             Py_XDECREF(mapped);
@@ -328,7 +328,7 @@ static PyObject *completions_woken(Completions *self, PyObject *none) {
     drive_begin(self);
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) {
         if (!core_lane_busy(lane->lane) || core_lane_load(lane->lane) >= POLLED_BYTES) continue;
-        core_lane_advance(lane->lane, SLICE);  // another rank may have said what it waits for
+        core_lane_advance(lane->lane, SLICE);  // another rank may have posted its part
         wait_for_word(lane);
     }
     drive_end(self);  // later ends wake the loop again
@@ -348,26 +348,26 @@ static PyObject *completions_tell(Completions *self, PyObject *none) {
 }
 
 static PyMethodDef completions_methods[] = {
-    {"tell", (PyCFunction)completions_tell, METH_NOARGS, "Tell what ended, and drive nothing: it cannot fail."},
+    {"tell", (PyCFunction)completions_tell, METH_NOARGS, "Call `done` of ended operations, without a poll."},
     {"poll", (PyCFunction)completions_poll, METH_O,
-     "poll(seconds): drive what is under way, and tell what ended; look for so long, or until something has ended."},
+     "poll(seconds): drive the lanes for so long, or until an operation has ended; call `done` of ended operations."},
     {"sleep", (PyCFunction)completions_sleep, METH_NOARGS,
-     "Have `event` readable when something ends, and the engine see to it; False where something has ended already."},
+     "Make `event` readable at the next end, and wake the engine; return False if an operation has ended."},
     {"woken", (PyCFunction)completions_woken, METH_NOARGS,
-     "`event` was readable: settle handles; True where `poll` has more to do."},
+     "Settle handles, since `event` was readable; return True if `poll` has more to do."},
     {0},
 };
 static PyMemberDef completions_members[] = {
     {"event", T_INT, offsetof(Completions, event), READONLY, "An eventfd, see `sleep`."},
-    {"pending", T_PYSSIZET, offsetof(Completions, pending), READONLY, "How many ends are still to be told."},
+    {"pending", T_PYSSIZET, offsetof(Completions, pending), READONLY, "Operations whose `done` was not called yet."},
     {0},
 };
 static PyGetSetDef completions_getset[] = {
-    {"heavy", (getter)completions_heavy, NULL, "So much is under way that the engine does it.", NULL},
+    {"heavy", (getter)completions_heavy, NULL, "True if many bytes are in flight: the engine drives.", NULL},
     {0},
 };
 static PyType_Slot completions_slots[] = {
-    {Py_tp_doc, "What has ended on the lanes of one loop; one thread at a time looks at it."},
+    {Py_tp_doc, "Ended operations of the lanes of one loop; for one thread at a time."},
     {Py_tp_new, completions_new},
     {Py_tp_dealloc, completions_dealloc},
     {Py_tp_methods, completions_methods},
@@ -393,7 +393,7 @@ static void operation_dealloc(Operation *self) {
 
 static PyMemberDef operation_members[] = {
     {"met", T_ULONGLONG, offsetof(Operation, op) + offsetof(core_op, met), READONLY,
-     "What the fingerprints of all ranks say together, once they have met."},
+     "Union of the fingerprints of all ranks, once they have met."},
     {0},
 };
 static PyType_Slot operation_slots[] = {
@@ -473,7 +473,7 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
     (void)none;
     if (self->closed || self->completions == NULL) Py_RETURN_NONE;
     self->closed = true;
-    while (atomic_load(&self->drivers) > 0) sched_yield();  // all has ended: they are about to leave
+    while (atomic_load(&self->drivers) > 0) sched_yield();  // all operations have ended: the drivers leave soon
     if (self->engine->engine != NULL) core_engine_remove(self->engine->engine, self->lane);
     Lane **at = &self->completions->lanes;
     while (*at != NULL && *at != self) at = &(*at)->next;
@@ -483,7 +483,7 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
-// `fail` may know an error that was raised, whose traceback has those who called.
+// `fail` may refer to a raised error, whose traceback refers to the callers.
 static int lane_traverse(Lane *self, visitproc visit, void *arg) {
     Py_VISIT(self->map);
     Py_VISIT(self->fail);
@@ -603,14 +603,14 @@ static PyObject *lane_abandon(Lane *self, PyObject *none) {
 
 static PyMethodDef lane_methods[] = {
     {"join", (PyCFunction)lane_join, METH_VARARGS,
-     "join(rank, block, memory, doorbell): where the block of another rank is mapped, its memory, its engine's doorbell."},
+     "join(rank, block, memory, doorbell): set the mapped block of another rank, its memory, its engine's doorbell."},
     {"submit", (PyCFunction)lane_submit, METH_VARARGS,
      "submit(kind, dtype, reduction, root, print, key, in, out, count, sent, received, segment, offset, done, keep): "
-     "return the operation. `done(error)` is called by `Completions.poll`; `keep` is kept until then."},
+     "return the operation. `Completions.poll` calls `done(error)`; `keep` is kept alive until then."},
     {"refuse", (PyCFunction)lane_refuse, METH_O,
-     "refuse(key): take no part any more in operations whose keys are as this one above the low KEY_BITS."},
-    {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, "Give it up: all that is under way ends with an error."},
-    {"close", (PyCFunction)lane_close, METH_NOARGS, "Have nobody drive it any more."},
+     "refuse(key): take no part in further operations whose keys equal `key` above the low KEY_BITS."},
+    {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, "Abandon the lane: operations in flight end with an error."},
+    {"close", (PyCFunction)lane_close, METH_NOARGS, "Let no thread drive the lane any more."},
     {0},
 };
 static PyObject *lane_lent_bytes(Lane *self, void *closure) {
@@ -619,18 +619,18 @@ static PyObject *lane_lent_bytes(Lane *self, void *closure) {
 }
 
 static PyGetSetDef lane_getset[] = {
-    {"lent_bytes", (getter)lane_lent_bytes, NULL, "What this rank has copied so far, for the others to read.", NULL},
+    {"lent_bytes", (getter)lane_lent_bytes, NULL, "Bytes that this rank has copied for others to read.", NULL},
     {0},
 };
 static PyMemberDef lane_members[] = {
-    {"arena_bytes", T_ULONGLONG, offsetof(Lane, arena_bytes), READONLY, "Of the inputs that lay where others reach them."},
-    {"ordinary_bytes", T_ULONGLONG, offsetof(Lane, ordinary_bytes), READONLY, "Of the inputs that lay elsewhere."},
+    {"arena_bytes", T_ULONGLONG, offsetof(Lane, arena_bytes), READONLY, "Bytes of inputs that other ranks accessed."},
+    {"ordinary_bytes", T_ULONGLONG, offsetof(Lane, ordinary_bytes), READONLY, "Bytes of copied inputs."},
     {0},
 };
 static PyType_Slot lane_slots[] = {
     {Py_tp_doc,
      "Lane(completions, engine, rank, ranks, led, block, stage, segment, offset, map, fail): an ordered sequence of "
-     "collectives. `map(rank, segment)` maps what is wanted; `fail(state, rank)` returns the error of an operation."},
+     "collectives. `map(rank, segment)` maps a wanted segment; `fail(state, rank)` returns the error of an operation."},
     {Py_tp_new, lane_new},
     {Py_tp_dealloc, lane_dealloc},
     {Py_tp_traverse, lane_traverse},
@@ -651,7 +651,7 @@ static PyObject *kernels(PyObject *module, PyObject *none) {
     return PyUnicode_FromString(core_kernels_level());
 }
 
-// Appends (frame, line) for each frame from `frame` on, which is given away, to the outermost; false with an exception set.
+// Appends (frame, line) of each frame from `frame` to the outermost; steals `frame`; false with an exception set.
 static bool walk(PyObject *found, PyObject *frame) {
     while (frame != NULL && frame != Py_None) {
         PyObject *line = PyObject_GetAttrString(frame, "f_lineno"), *back = PyObject_GetAttrString(frame, "f_back");
@@ -665,8 +665,8 @@ static bool walk(PyObject *found, PyObject *frame) {
     return !PyErr_Occurred();
 }
 
-// Nothing in here lets another thread run, so all frames are of one moment. To make their objects takes memory, and until
-// Python 3.12 garbage is collected then: destructors would give the GIL away, and the frame that is looked at might go.
+// No other thread runs during this call, so all frames are of one moment. The garbage collector is disabled: before
+// Python 3.12 an allocation may run it, and a destructor could release the GIL, so that the current frame might end.
 static PyObject *frames_of_thread(PyObject *module, PyObject *thread) {
     (void)module;
     int collects = PyGC_Disable();
@@ -722,13 +722,13 @@ end:
 }
 
 static PyMethodDef functions[] = {
-    {"kernels", kernels, METH_NOARGS, "Return which kernels this processor runs: baseline, avx2 or avx512."},
+    {"kernels", kernels, METH_NOARGS, "Return the kernels that this processor runs: baseline, avx2 or avx512."},
     {"frames_of_thread", frames_of_thread, METH_O,
-     "frames_of_thread(thread_id): return its frames as they stand at one moment, the outermost first, each with its line; "
-     "none of a thread that runs no Python."},
+     "frames_of_thread(thread_id): return a thread's frames at one moment, the outermost first, each with its line; "
+     "an empty list if it runs no Python."},
     {"write_checked", write_checked, METH_VARARGS,
-     "write_checked(fd, memory, [(address, nbytes, crc), ...]): write these bytes one behind another, through the two "
-     "halves of `memory` and without the GIL; return of each the CRC-32 of what had `crc`, with these bytes behind it."},
+     "write_checked(fd, memory, [(address, nbytes, crc), ...]): write these bytes in order, through the two halves of "
+     "`memory` and without the GIL; return, for each part, the CRC-32 `crc` continued by its bytes."},
     {0},
 };
 

@@ -31,7 +31,7 @@ typedef struct {
     int instruction;
 } origin;
 
-// Ended operations of the lanes of one loop.
+// The ended operations of the lanes of one loop.
 typedef struct {
     PyObject_HEAD
     _Atomic(core_op *) ended;    // operations whose `done` is due, the newest first; any thread pushes, one takes all
@@ -63,7 +63,7 @@ struct Lane {
     PyObject *limbo;      // a list: memory of aborted operations that other ranks may still use; NULL while empty
     size_t count;
     uint64_t arena_bytes, ordinary_bytes;  // of inputs that other ranks accessed, and of copied inputs
-    _Atomic unsigned drivers;  // threads that drive it without the GIL
+    _Atomic unsigned drivers;  // threads that drive the lane without the GIL
     bool closed;
     Lane *next;
 };
@@ -77,7 +77,7 @@ typedef struct {
     unsigned count, told;  // the first `told` of them are published to the others
 } Segments;
 
-// Returns the place of `nbytes` at `start`; CORE_NOWHERE as segment if they are in none.
+// Returns the place of `nbytes` at `start`; its segment is CORE_NOWHERE if no segment has these bytes.
 core_place segments_find(const Segments *, uintptr_t start, size_t nbytes);
 
 // A handle, the base type of `Handle` in Python.
@@ -90,14 +90,15 @@ typedef struct {
     Py_ssize_t nbytes;
     origin called;  // the call
     char consumed, detached, looked_at, polled;
-    char given_up;  // an await of it ended without its outcome
-    char posted;    // its operation has only a weak reference, and is withdrawn when the handle is dropped
-    char writes;    // its result is in the caller's memory
-    // While a lane runs it: the issuer (which keeps it alive), the plan, the tensors, and the operation. `target` is the
-    // output and `result` the value to return if the caller gave `out`; NULL: the output is `tensor`.
+    char given_up;  // true if an await ended without the outcome
+    char posted;    // true if the operation has only a weak reference, and is withdrawn when the handle is dropped
+    char writes;    // true if the result is in the caller's memory
+    // While a lane runs the operation: the issuer, which keeps the handle alive, the plan, the tensors, and the core's
+    // operation. `target` is the output, and `result` the value to return if the caller gave `out`; NULL: the output is
+    // `tensor`.
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
-    PyObject *memory[2];  // the storages of `tensor` and `target`, if it did not finish immediately
+    PyObject *memory[2];  // the storages of `tensor` and `target`, if the operation did not finish immediately
     core_op native;
 } Handle;
 
@@ -118,15 +119,15 @@ typedef struct {
     core_ranges writes, reads;
 } Claims;
 
-// The log of a communicator: a record is at its number modulo LOG_KEPT. Python objects are created on demand only, since
-// the garbage collector would traverse each of them.
+// The log of a communicator: a record is at its number modulo LOG_KEPT. Python objects are created only on demand,
+// since the garbage collector would traverse all of them.
 enum { LOG_KEPT = 4096 };
 typedef struct {
     PyObject *what;
     origin called;
     uint64_t came;  // time of issue, in nanoseconds of core_now; 0 if times are not recorded
 } record;
-// Operations next to a pause of GAP nanoseconds without operations are kept longer.
+// Operations before and after GAP nanoseconds without an operation are kept longer.
 enum { GAP = 1000000, GAPS_KEPT = 2048 };
 typedef struct {
     uint64_t seq;
@@ -156,13 +157,13 @@ int issue_add(PyObject *module);
 int ledger_add(PyObject *module);
 int rings_add(PyObject *module);
 
-// Fills `view` with writable memory; false with an exception set.
+// Fills `view` with writable memory of at least `least` bytes; false with an exception set.
 bool memory_of(PyObject *buffer, Py_buffer *view, size_t least);
 
 // Keeps `memory` as long as `lane` if other ranks may still use it, after its operation was aborted.
 void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 
-// Claims [start, start + nbytes) for `owner`; returns the conflicting range, or NULL if it is claimed; `*failed` with an
+// Claims [start, start + nbytes) for `owner`; returns NULL, or the conflicting range. `*failed` is true with an
 // exception set.
 const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
@@ -173,17 +174,18 @@ void log_record(Log *, PyObject *what, origin);
 // Records the time of the last operation, if times are recorded.
 void log_came(Log *, uint64_t when);
 
-// Returns (code, instruction), or None if it is not known.
+// Returns (code, instruction), or None for an unknown origin.
 PyObject *origin_pair(origin);
 
 // Settles the handles of all ended operations; from any thread that has the GIL.
 void settle_all(Completions *);
 
-// Mark the time in which the calling thread drives lanes: operations that end meanwhile do not wake the loop.
+// Begin and end a drive of lanes by the calling thread: operations that end meanwhile do not wake the loop.
 void drive_begin(Completions *);
 void drive_end(Completions *);
 
-// Lets the next write of another rank wake the loop, not only the engine, unless the bytes in flight are for the engine.
+// Lets the next write of another rank wake the loop in addition to the engine, unless the engine drives the bytes in
+// flight.
 void wait_for_word(Lane *);
 
 // Ends the operation of a handle: releases its claims, and wakes the waiters.

@@ -1,14 +1,14 @@
 // The messages of the ranks of a lane to one another: the layout of a block, in shared memory.
 //
-// Only its own rank writes a block. The words below are stored with release and loaded with acquire by the others; the
-// data that belong to a word are stored before it.
+// Only its own rank writes a block. Each word below is stored with release, after the data that belong to it. The other
+// ranks load it with acquire.
 //
-//     entry.number   k + 1: this entry is that of operation k. Pairs with `entry_of`. The entry does not change until
+//     entry.number   k + 1: this entry is that of operation k. Pairs with `meet`. The entry does not change until
 //                    `consumed` of all other ranks shows that they have finished operation k.
-//     filled         portions that this rank has filled, over all operations. Pairs with `all_reached`.
-//     reduced        portions that it has reduced. Pairs with `all_reached`.
-//     consumed       portions of other ranks that it no longer needs. Pairs with `all_reached`, `free_portions`.
-//     abandoned      1 if it has abandoned the lane. Pairs with `anybody_left`.
+//     filled         portions that this rank has filled, over all operations. Pairs with `reached`.
+//     reduced        portions that this rank has reduced. Pairs with `reached`.
+//     consumed       portions of other ranks that this rank no longer needs. Pairs with `least_consumed`.
+//     abandoned      1 if this rank has abandoned the lane. Pairs with `step`, `core_lane_quiet`.
 //
 // A *portion* is a buffer that one rank lends to the others: its bytes are in the rank's stage, at
 // places[number % PLACES]. Every operation takes the same number of portions on all ranks, also if a rank has no data to
@@ -41,21 +41,21 @@ enum form {
     NOTHING,
     TINY,
     SHORT,
-    STAGED,  // all of it, in its stage
-    LARGE,   // in its tensor, from which portions are lent after the ranks have met
+    STAGED,  // as a whole in the rank's stage
+    LARGE,   // in the rank's tensor, from which portions are lent after the ranks have met
     ABSENT,  // the rank takes no part, so the operation ends on all ranks
 };
 
 struct entry {
     _Atomic uint64_t number;
     uint64_t print;
-    uint64_t consumed;  // a copy of the word `consumed`, which saves the load of another line
+    uint64_t consumed;  // a copy of the word `consumed`, so that readers load no other line
     uint8_t form, kind;
     uint32_t at;        // STAGED: offset in the stage
     uint8_t tiny[TINY_BYTES];
 
     core_place stage;   // STAGED and LARGE
-    core_place window;  // LARGE: its `in`, if other ranks can access it
+    core_place window;  // LARGE: the rank's `in`, if other ranks can access it
     uint64_t key;       // in a led lane
     uint32_t stage_bytes;
     uint32_t rounds;    // portions that this rank lends

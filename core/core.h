@@ -1,9 +1,9 @@
 // Collectives among the ranks of one host, in memory that all of them map. C11, libc alone; no Python.
 //
-// A *lane* is an ordered sequence of collectives among some ranks, the same on all of them. Each rank has a *block* for
-// it in its own memory, which it alone writes and all others read; so no word in shared memory has two writers. The
-// caller maps the blocks and tensors of other ranks into this process, and registers each mapped segment in a
-// `core_memory`.
+// A *lane* is an ordered sequence of collectives among some ranks, the same on all of them. Each rank has a *block* of
+// the lane in its own memory. Only this rank writes the block, and all others read it: no word in shared memory has two
+// writers. The caller maps the blocks and tensors of other ranks into this process, and registers each mapped segment
+// in a `core_memory`.
 //
 // The threads that call `core_lane_advance` drive a lane, one at a time; no code of a lane sleeps, allocates or takes a
 // lock while an operation is in flight. A `core_engine` is a thread that drives lanes while no other thread does.
@@ -27,9 +27,9 @@ enum core_state {
     CORE_DIFFERENT,  // the fingerprints of the ranks differ; no output was written
     CORE_ABANDONED,  // this rank or another one has abandoned the lane; the content of the outputs is unspecified
     CORE_BROKEN,     // another rank's block is invalid: its memory was overwritten
-    CORE_REFUSED,    // this rank or another one takes no part in it: core_lane_refuse; no output was written
+    CORE_REFUSED,    // this rank or another one takes no part, see core_lane_refuse; no output was written
     CORE_UNLIKE,     // the fingerprints agree, but the kind or `like` differs between ranks; no output was written
-    CORE_WATCHED,    // like CORE_PENDING; a thread sleeps until it ends (core_op_wait)
+    CORE_WATCHED,    // like CORE_PENDING; a thread sleeps until the end (core_op_wait)
 };
 
 // The mapped segments of one rank's memory, by the rank's numbers of them.
@@ -41,7 +41,7 @@ void core_memory_free(core_memory *);
 #define CORE_SEGMENTS 4096
 int core_memory_map(core_memory *, uint32_t segment, void *base, size_t nbytes);
 
-// Sets the eventfd that its loop waits for, initially -1 for none; the caller owns it.
+// Sets the eventfd for which the rank's loop waits, initially -1 for none; the caller owns the eventfd.
 void core_memory_set_event(core_memory *, int event);
 
 // An address in the memory of a rank. CORE_NOWHERE as segment: other ranks cannot access it.
@@ -87,11 +87,11 @@ static inline uint32_t core_op_state(const core_op *op) {
     return state == CORE_WATCHED ? CORE_PENDING : state;
 }
 
-// Sleeps until it has ended, at most for `nanoseconds`.
+// Sleeps until the operation has ended, for at most `nanoseconds`.
 void core_op_wait(core_op *, uint64_t nanoseconds);
 
 // The low CORE_PRINT_BITS of a fingerprint are a hash that must be equal on all ranks. The high bits are a second hash,
-// or 0 on ranks that do not know its facts; it must be equal on the ranks that do.
+// or 0 on ranks that do not know the hashed facts; it must be equal on all ranks that know them.
 #define CORE_PRINT_BITS 52
 static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
     if (*print == other) return true;
@@ -135,8 +135,8 @@ typedef struct {
     void *block, *stage;
     size_t stage_bytes;
     core_place stage_at;
-    // Called with each operation that ended, which the lane does not use afterwards; and with NULL if a segment is
-    // missing (core_lane_wants). The driving thread calls it; it must be short, and must not call the lane.
+    // Called with each operation that has ended, which the lane does not use afterwards, and with NULL if a segment is
+    // missing (core_lane_wants). The driving thread calls `ended`, which must be short and must not call the lane.
     void (*ended)(void *context, core_op *);
     void *context;
 } core_lane_options;
@@ -159,7 +159,7 @@ bool core_lane_joined(const core_lane *);
 // Returns false for an invalid operation, and for one without arithmetic in torch.
 bool core_op_valid(const core_op *, unsigned ranks);
 
-// Submits a valid `op` after earlier ones; never waits. The caller drives the lane once afterwards. One thread submits
+// Submits a valid `op` after earlier ones; never blocks. The caller drives the lane once afterwards. One thread submits
 // at a time.
 void core_lane_submit(core_lane *, core_op *);
 
@@ -173,7 +173,7 @@ void core_lane_refuse(core_lane *, uint64_t key);
 // another thread holds the lane; that thread then accepts the submitted operations.
 bool core_lane_advance(core_lane *, uint64_t nanoseconds);
 
-// Returns the time of the last drive, in nanoseconds of core_now; now, if it was just advanced and is busy.
+// Returns the time of the last drive, in nanoseconds of core_now; the present time if the engine was notified since.
 uint64_t core_lane_driven_at(const core_lane *);
 
 // Returns the number of operations in flight; the bytes of their inputs that do not fit in an entry.
@@ -186,7 +186,7 @@ uint64_t core_lane_lent(const core_lane *);
 // Returns true if an operation waits for the mapping of a segment, with the segment and its rank.
 bool core_lane_wants(const core_lane *, unsigned *rank, uint32_t *segment);
 
-// Abandons the lane: operations in flight end with CORE_ABANDONED, here and, when they look, on the other ranks.
+// Abandons the lane: operations in flight end with CORE_ABANDONED here, and on each other rank when it looks.
 void core_lane_abandon(core_lane *);
 
 // Records that the process of another rank has ended: the lane is abandoned too.
@@ -194,10 +194,10 @@ void core_lane_lost(core_lane *, unsigned rank);
 
 // Returns true if no other rank will read or write this rank's tensors or stage again: each one has abandoned the lane,
 // has finished all operations, or has ended. Before that, the memory of an abandoned lane must not change. Ranks that
-// wait for this one notice by themselves; the others must be notified to abandon the lane.
+// wait for this one notice that by themselves; the caller must notify the others to abandon the lane.
 bool core_lane_quiet(const core_lane *);
 
-// One thread holds a lane at a time: false if another one does.
+// One thread holds a lane at a time; false if another thread holds it.
 bool core_lane_hold(core_lane *);
 void core_lane_release(core_lane *);
 

@@ -1,5 +1,5 @@
-// What a tensor of torch is, in one call and without making objects: the part of DLPack's C exchange functions (version
-// 1.3, https://dmlc.github.io/dlpack/latest/c_api.html) that is needed for that. Their layout is theirs.
+// The description of a torch tensor in one call, without creating objects: the needed part of DLPack's C exchange
+// functions (version 1.3, https://dmlc.github.io/dlpack/latest/c_api.html), which defines these layouts.
 #ifndef CORE_DLPACK_H
 #define CORE_DLPACK_H
 
@@ -25,7 +25,7 @@ typedef struct {
     void *(*stream)(void);
 } dl_exchange;
 
-// Returns how many elements it has, -1 where they do not lie one after the other in memory of the host.
+// Returns the number of elements of a contiguous tensor in host memory; -1 for other tensors.
 static inline int64_t dl_dense_numel(const dl_tensor *t) {
     if (t->device_type != DL_CPU) return -1;
     int64_t numel = 1;

@@ -19,7 +19,7 @@ void core_doorbell_ring(core_doorbell *doorbell) {
 
 void core_event_write(int event) {
     uint64_t one = 1;
-    // Where it cannot be written the engine is there.
+    // If the write fails, the engine continues the operations.
     if (event >= 0) (void)!write(event, &one, sizeof one);
 }
 

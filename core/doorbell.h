@@ -8,11 +8,11 @@
 
 #include "core.h"
 
-// Sleeps while the word holds `value`, at most for `nanoseconds`; 0 is no limit. Only within this process.
+// Sleeps while the word has `value`, for at most `nanoseconds`; 0 is no limit. Only within this process.
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds);
 void core_word_wake(_Atomic uint32_t *word);
 
-// Sleeps until `doorbell` is rung after its count was `heard`, at most for `nanoseconds`; 0 is no limit.
+// Sleeps until a ring of `doorbell` after its count was `heard`, for at most `nanoseconds`; 0 is no limit.
 void core_doorbell_wait(core_doorbell *doorbell, uint32_t heard, uint64_t nanoseconds);
 
 // Makes an eventfd readable; -1 is none.

@@ -1,7 +1,7 @@
 // The engine: one thread of a process that drives lanes while no other thread does.
 //
 // A thread that waits for an operation drives its lane for some microseconds itself, and an active loop does so in every
-// iteration; the engine skips lanes that were driven recently. Its action after it has polled all lanes:
+// iteration. The engine skips lanes that were driven recently. After a poll of all lanes, the engine
 //
 //     an operation advanced         polls again
 //     it waits for other ranks      polls for `spin` more, then LISTENS: a rank that writes to its block wakes it
@@ -10,7 +10,7 @@
 //
 // No wake-up is lost: the engine stores its `sleep` state, polls once more, and sleeps only if no operation advanced. A
 // rank that writes or submits reads `sleep` afterwards. The fences between store and load on both sides (`doze`, `ring`
-// of lane.c, core_engine_notice) ensure that one of the two sees the store of the other.
+// of lane.c, core_engine_notice) ensure that at least one side sees the store of the other.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -23,8 +23,8 @@ enum {
     KEEP_OFF = 20000,      // nanoseconds for which a lane is skipped after another thread has driven it
     SLICE = 200000,        // nanoseconds of one drive of a lane
     DOZE = 1000000,
-    LINGER = 2000000,      // after the last operation; each doze takes a core from a thread that computes
-    MUCH = 1 << 20,        // bytes in flight with which engines use separate cores
+    LINGER = 2000000,      // nanoseconds after the last operation; each doze takes a core from a thread that computes
+    MUCH = 1 << 20,        // bytes in flight from which engines use separate cores
 };
 
 enum look { IDLE, OTHERS, STUCK, MOVED_ON };
@@ -49,8 +49,8 @@ static void leave_core(int core, unsigned ranks) {
     if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
 }
 
-// The kernel may wake two engines of one lane on one core, where they take twice as long, until it moves one after some
-// milliseconds: so the engine of the higher rank moves immediately, if there are enough cores.
+// The kernel may wake two engines of one lane on one core, where they take twice as long, and move one of them only
+// after some milliseconds. So the engine of the higher rank moves immediately, if there are enough cores.
 static void keep_apart(core_engine *engine, const core_lane *lane) {
     int core = sched_getcpu();
     if (core < 0) return;
@@ -84,7 +84,7 @@ static enum look look(core_engine *engine) {
     return found;
 }
 
-// Averages the time of recent wake-ups, except those by the time limit.
+// Averages the time of recent wake-ups, without wake-ups by the time limit.
 static void learn(core_engine *engine, uint64_t fell_asleep) {
     uint64_t rung_at = atomic_load_explicit(&engine->doorbell->rung_at, memory_order_relaxed), now = core_now();
     if (rung_at < fell_asleep || rung_at > now) return;
@@ -103,7 +103,7 @@ static bool doze(core_engine *engine, enum core_sleep how) {
     if (sleeps) {
         uint64_t fell_asleep = core_now();
         atomic_store_explicit(&engine->doorbell->core, 0, memory_order_relaxed);
-        // There is no ring when other threads stop driving.
+        // No ring announces that other threads have stopped driving.
         core_doorbell_wait(engine->doorbell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
         learn(engine, fell_asleep);
     }
@@ -194,11 +194,11 @@ void core_engine_forget(core_engine *engine) {
 }
 
 void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {
-    if (engine == NULL) return;  // a forked child has none
+    if (engine == NULL) return;  // a forked child has no engine
     if (now) atomic_store_explicit(&lane->driven_at, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     uint32_t sleep = atomic_load_explicit(&engine->doorbell->sleep, memory_order_relaxed);
-    // A listening engine would wait for a ring of another rank, which may itself wait for this one.
+    // A listening engine would wait for a ring of another rank, and that rank may wait for this one.
     bool wakes = sleep == CORE_SLEEPS || sleep == CORE_LISTENS || (now && sleep == CORE_DOZES);
     if (wakes) core_doorbell_ring(engine->doorbell);
 }

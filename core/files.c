@@ -15,7 +15,7 @@ enum { STRIDE_BYTES = 64, PAGE_BYTES = 4096, SLICES = 8 };
 
 // --- checksums ---------------------------------------------------------------------------------------------------
 
-static uint32_t tables[SLICES][256];  // of each byte, with as many zeros behind it as its number says
+static uint32_t tables[SLICES][256];  // table i: the checksum of each byte followed by i zero bytes
 static pthread_once_t filled_once = PTHREAD_ONCE_INIT;
 
 static void fill_tables(void) {
@@ -31,7 +31,7 @@ static void fill_tables(void) {
         }
 }
 
-// As zlib has it, without the inversions before and after; eight bytes at a time (Kounavis and Berry 2008).
+// The CRC-32 of zlib without the inversions before and after; eight bytes at a time (Kounavis and Berry 2008).
 static uint32_t by_tables(uint32_t crc, const uint8_t *from, size_t nbytes) {
     size_t at = 0;
     for (; at + SLICES <= nbytes; at += SLICES) {
@@ -53,14 +53,14 @@ static bool multiplies(void) {
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_PCLMUL && c & bit_SSE4_1;
 }
 
-// Multiplies both halves of 128 bits by powers of x, so that they can be added to what stands further on in the message
-// (Gopal et al. 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel).
+// Multiplies both halves of 128 bits by powers of x, so that they can be added to later bits of the message (Gopal et
+// al. 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel).
 __attribute__((target("pclmul,sse4.1"))) static inline __m128i folded(__m128i x, __m128i powers, __m128i more) {
     __m128i low = _mm_clmulepi64_si128(x, powers, 0x00), high = _mm_clmulepi64_si128(x, powers, 0x11);
     return _mm_xor_si128(_mm_xor_si128(low, high), more);
 }
 
-// Copies whole strides, at least one, and sums them up; returns how many bytes these are.
+// Copies as many whole strides as there are, at least one, and updates their checksum; returns their bytes.
 __attribute__((target("pclmul,sse4.1"))) static size_t copy_strides(uint8_t *to, const uint8_t *from, size_t nbytes,
                                                                     uint32_t *crc) {
     const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
@@ -78,7 +78,7 @@ __attribute__((target("pclmul,sse4.1"))) static size_t copy_strides(uint8_t *to,
             lanes[i] = folded(lanes[i], by_512, next);
         }
     for (int i = 1; i < 4; i++) lanes[i] = folded(lanes[i - 1], by_128, lanes[i]);
-    uint8_t rest[16];  // its sum is that of all that was folded into it
+    uint8_t rest[16];  // its checksum equals that of all folded bytes
     _mm_storeu_si128((__m128i *)rest, lanes[3]);
     *crc = by_tables(0, rest, sizeof rest);
     return at;
@@ -95,7 +95,7 @@ static size_t copy_strides(uint8_t *to, const uint8_t *from, size_t nbytes, uint
 
 #endif
 
-// Returns the CRC-32 of zlib of what `crc` is that of and `nbytes` behind it, which it copies; they do not overlap.
+// Copies `nbytes`, without overlap, and returns the CRC-32 of zlib: `crc` continued by these bytes.
 static uint32_t copy_checked(void *to, const void *from, size_t nbytes, uint32_t crc) {
     uint8_t *target = to;
     const uint8_t *source = from;
@@ -109,7 +109,7 @@ static uint32_t copy_checked(void *to, const void *from, size_t nbytes, uint32_t
 
 // --- files -------------------------------------------------------------------------------------------------------
 
-// Returns whether writes went past the cache until now.
+// Switches O_DIRECT off; true if it was on.
 static bool back_to_cache(int fd) {
     int flags = fcntl(fd, F_GETFL);
     return flags >= 0 && flags & O_DIRECT && fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0;
@@ -126,7 +126,7 @@ static int write_all(int fd, const char *from, size_t nbytes) {
 
 typedef struct {
     pthread_t thread;
-    bool started;  // else there is nothing to wait for
+    bool started;  // true if there is a thread to join
     int fd, error;
     const char *from;
     size_t nbytes;
@@ -144,7 +144,7 @@ static int finish(Writing *writing) {
     return writing->error;
 }
 
-// Begins to write a half that is filled, once the one before is written; returns the errno of that one.
+// Begins to write a filled half after the write of the previous half; returns the errno of the previous write.
 static int begin(Writing *writing, const char *from, size_t nbytes) {
     int error = finish(writing);
     if (error != 0) return error;
@@ -171,5 +171,5 @@ int core_write_checked(int fd, char *memory, size_t half_bytes, core_part *parts
             }
         }
     if (filled > 0 && error == 0) begin(&writing, half, filled);
-    return finish(&writing);  // what failed before is its error still
+    return finish(&writing);  // an earlier error is still stored in `writing`
 }

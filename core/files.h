@@ -8,13 +8,13 @@
 typedef struct {
     const void *from;
     size_t nbytes;
-    uint32_t crc;  // the CRC-32 of zlib of what stands before these bytes; then of all
+    uint32_t crc;  // the CRC-32 of zlib of the preceding bytes; afterwards of these bytes too
 } core_part;
 
-// Writes the parts one behind another to where `fd` stands; returns 0, or the errno of what failed.
-// They go through the two halves of `memory`, each of `half_bytes`: one is written while the other is filled. Where `fd`
-// is past the cache of the kernel (O_DIRECT), it is so no more behind what cannot be: less than a page at the end, any
-// piece for some file systems.
+// Writes the parts in order at the position of `fd`; returns 0, or the errno of the failed call.
+// The parts go through the two halves of `memory`, each of `half_bytes`: one is written while the other is filled. If
+// `fd` bypasses the kernel's cache (O_DIRECT), the first write that cannot do that switches O_DIRECT off: the last one
+// of less than a page, or any write in some file systems.
 int core_write_checked(int fd, char *memory, size_t half_bytes, core_part *parts, size_t count);
 
 #endif

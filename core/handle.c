@@ -111,7 +111,7 @@ static int handle_clear(Handle *self) {
 }
 
 static void handle_finalize(Handle *self) {
-    bool kept = self->status == status_pending && !self->posted;  // its operation ends it, and drops it then
+    bool kept = self->status == status_pending && !self->posted;  // its operation keeps it until the end
     if (self->consumed || self->status == NULL || kept) return;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -132,13 +132,13 @@ static void handle_dealloc(Handle *self) {
 }
 
 // Returns the time, in seconds, until which a starting await may poll. If many tasks await late operations, their polls
-// would block the loop: so only the first one polls if the loop has not run for long.
+// would block the loop. So after a poll without success, an await polls only until FAIR after the loop's last run.
 static double look_until(const Pacer *pacer, double now) {
     return (pacer->looked_in_vain > pacer->last_ran ? pacer->last_ran : now) + FAIR;
 }
 
 // Returns the duration of polls of an await: about the time of a wake-up, which costs at most twice the optimum (Karlin
-// et al. 1991, doi:10.1145/121132.286599). If other processes use the cores this is long; the limit is a millisecond.
+// et al. 1991, doi:10.1145/121132.286599). While other processes use the cores, this time is long: the limit is FAIR.
 static uint64_t looks_for(const Pacer *pacer, const core_engine *engine) {
     uint64_t least = (uint64_t)(pacer->spin_seconds * 1e9), most = (uint64_t)(FAIR * 1e9), wakes_in = core_engine_wakes_in(engine);
     bool alone = !pacer->crowded && least > 0 && (pacer->computing == NULL || PySet_Size(pacer->computing) == 0);
@@ -151,7 +151,7 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     if (issuer == NULL) return true;
     Lane *lane = issuer_lane(issuer);
     Completions *completions = lane->completions;
-    INCREF(issuer);  // settling gives the handle's back, and the lane with it
+    INCREF(issuer);  // settling releases the handle's reference, and the lane with it
     uint64_t spins = looks_for(pacer, lane->engine->engine), until = now + spins;
     uint64_t heavy = heavy_bytes(pacer), limit = (uint64_t)(look_until(pacer, (double)now * 1e-9) * 1e9);
     drive_begin(completions);
@@ -171,7 +171,7 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     if (self->status == status_pending) wait_for_word(lane);
     if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
     DECREF(issuer);
-    return self->status == status_pending && self->issuer == NULL;  // a program continues it
+    return self->status == status_pending && self->issuer == NULL;  // true if a program continues the operation
 }
 
 static PyObject *handle_await(Handle *self) {
@@ -193,7 +193,7 @@ static PyObject *handle_await(Handle *self) {
     return PyObject_CallMethodObjArgs((PyObject *)self, s_outcome, NULL);  // raises
 }
 
-// True if it is pending, after a look at the lane, which may have ended it.
+// Returns true if the handle is pending, after settling the ended operations of its lane.
 static bool pending(Handle *self) {
     if (self->status == status_pending && self->issuer != NULL) settle_all(issuer_lane(self->issuer)->completions);
     return self->status == status_pending;
@@ -221,8 +221,8 @@ static PyObject *handle_in_lane(Handle *self, void *closure) {
     return PyBool_FromLong(self->issuer != NULL);
 }
 
-// Drives the lane for a few microseconds with the GIL held, in which most small operations end: a release of the GIL
-// costs more. Returns True if the operation has ended.
+// Drives the lane for a few microseconds with the GIL held: most small operations end in this time, and a release of
+// the GIL costs more. Returns True if the operation has ended.
 static PyObject *handle_look(Handle *self, PyObject *none) {
     (void)none;
     const Pacer *pacer = (const Pacer *)self->progress;
@@ -232,7 +232,7 @@ static PyObject *handle_look(Handle *self, PyObject *none) {
     Lane *lane = issuer_lane(issuer);
     if (lane->closed || lane->engine->engine == NULL) Py_RETURN_FALSE;  // see drive_alone
     uint64_t until = core_now() + LOOK, heavy = heavy_bytes(pacer);
-    INCREF(issuer);  // settling gives the handle's back, and the lane with it
+    INCREF(issuer);  // settling releases the handle's reference, and the lane with it
     drive_begin(lane->completions);
     while (core_op_state(&self->native) == CORE_PENDING && core_lane_load(lane->lane) < heavy) {
         if (core_lane_advance(lane->lane, SLICE)) continue;
@@ -273,7 +273,7 @@ static PyObject *sleep_for(Handle *self, PyObject *seconds, bool looks) {
     Issuer *issuer = self->issuer;
     if (issuer != NULL) {
         Lane *lane = issuer_lane(issuer);
-        INCREF(self), INCREF(issuer);  // another thread may settle it, which gives both back
+        INCREF(self), INCREF(issuer);  // another thread may settle the handle, which releases both
         if (!looks || !drive_alone(self, lane)) {
             core_engine_notice(lane->engine->engine, lane->lane, true);
             Py_BEGIN_ALLOW_THREADS;
@@ -313,7 +313,7 @@ static PyMemberDef handle_members[] = {
 static PyMethodDef handle_methods[] = {
     {"done", (PyCFunction)handle_done, METH_NOARGS,
      "Return True if the operation has returned, raised or been withdrawn; from any thread.\n\n"
-     "Reports of late ranks cover a receive that you poll with it, unless the handle is detached."},
+     "Reports of late ranks cover a receive that you poll with this method, unless the handle is detached."},
     {"_look", (PyCFunction)handle_look, METH_NOARGS, "Drive the lane for some microseconds, with the GIL; return True if the handle is done."},
     {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until the lane has finished; return True if the handle is done."},
     {"_rest", (PyCFunction)handle_rest, METH_O, "As _sleep, but without driving the lane first."},
@@ -326,7 +326,7 @@ static PyGetSetDef handle_getset[] = {
     {0},
 };
 static PyType_Slot handle_slots[] = {
-    {Py_tp_doc, "The state of a handle, and the way of an await that need not suspend."},
+    {Py_tp_doc, "The state of a handle, and the fast path of an await that need not suspend."},
     {Py_tp_new, handle_new}, {Py_tp_init, handle_init}, {Py_tp_dealloc, handle_dealloc}, {Py_tp_traverse, handle_traverse},
     {Py_tp_clear, handle_clear}, {Py_tp_finalize, handle_finalize}, {Py_tp_members, handle_members},
     {Py_tp_methods, handle_methods}, {Py_tp_getset, handle_getset}, {Py_am_await, handle_await}, {0},
@@ -347,15 +347,15 @@ static void pacer_dealloc(Pacer *self) {
 }
 
 static PyMemberDef pacer_members[] = {
-    OFFERS("computing", T_OBJECT, Pacer, computing, 0, "The threads of host streams that compute just now."),
+    OFFERS("computing", T_OBJECT, Pacer, computing, 0, "Numbers of the threads of host streams that compute now."),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Pacer, weak), READONLY, NULL},
-    OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "When the loop last ran our callback, in seconds of `perf_counter`."),
-    OFFERS("looked_in_vain", T_DOUBLE, Pacer, looked_in_vain, 0, "When an await last suspended, having looked in vain."),
-    OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "How long an await may look before it suspends."),
-    OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "How often something was polled for the loop."),
-    OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "Ranks outnumber cores: a thread that looks lets others run in between."),
-    OFFERS("fair", T_BOOL, Pacer, fair, 0, "Awaits that never suspend yield now and then."),
-    OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "The loop's thread."),
+    OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "Time of aiodist's last callback on the loop."),
+    OFFERS("looked_in_vain", T_DOUBLE, Pacer, looked_in_vain, 0, "Time of the last spin without success."),
+    OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "Longest spin of an await, in seconds."),
+    OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "Number of polls for the loop."),
+    OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "True if ranks outnumber cores: spins let others run."),
+    OFFERS("fair", T_BOOL, Pacer, fair, 0, "True lets awaits that never suspend yield now and then."),
+    OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "Number of the loop's thread."),
     {0},
 };
 static PyObject *pacer_look_until(Pacer *self, PyObject *now) {
@@ -366,11 +366,11 @@ static PyObject *pacer_look_until(Pacer *self, PyObject *now) {
 }
 
 static PyMethodDef pacer_methods[] = {
-    {"look_until", (PyCFunction)pacer_look_until, METH_O, "look_until(now): until when an await may look that begins now."},
+    {"look_until", (PyCFunction)pacer_look_until, METH_O, "look_until(now): return the end of a spin that begins now."},
     {0},
 };
 static PyType_Slot pacer_slots[] = {
-    {Py_tp_doc, "What awaits look at of the progress of a loop."}, {Py_tp_dealloc, pacer_dealloc},
+    {Py_tp_doc, "State of a loop's progress that awaits read."}, {Py_tp_dealloc, pacer_dealloc},
     {Py_tp_members, pacer_members}, {Py_tp_methods, pacer_methods}, {0},
 };
 static PyType_Spec pacer_spec = {
@@ -388,7 +388,7 @@ static PyObject *set_statuses(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"set_statuses", set_statuses, METH_VARARGS, "set_statuses(pending, returned): what handles have for a status."}, {0},
+    {"set_statuses", set_statuses, METH_VARARGS, "set_statuses(pending, returned): set these two statuses."}, {0},
 };
 
 int handle_add(PyObject *module) {

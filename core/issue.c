@@ -73,7 +73,7 @@ static void plan_dealloc(Plan *self) {
 static PyType_Slot plan_slots[] = {
     {Py_tp_doc,
      "Plan(what, name, otherwise, word, kind, dtype, reduction, root, like, count, nbytes, target_nbytes, writes, sent, received): "
-     "how a lane does a collective. `otherwise(handle, t, out, claims)` goes on where the ranks brought what is not alike."},
+     "a collective of a lane. `otherwise(handle, t, out, claims)` continues if the ranks' parts are not alike."},
     {Py_tp_new, plan_new}, {Py_tp_dealloc, plan_dealloc}, {Py_tp_traverse, plan_traverse}, {Py_tp_clear, plan_clear}, {0},
 };
 static PyType_Spec plan_spec = {
@@ -93,7 +93,7 @@ typedef struct {
     Plan *plan;
 } Known;
 
-// A cache: code object -> the owner of its file.
+// A cache of the owners of files, by code object.
 enum { SEEN = 32 };
 typedef enum { PROGRAMS, OURS, CALLS } whose;  // `CALLS`: of a `Call`, whose frames know the line that called
 typedef struct {
@@ -111,11 +111,11 @@ struct Issuer {
     Pacer *pacer;
     Segments *segments;
     PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *observer;
-    PyObject *running;  // what the loop's thread had as its running loop when that was found to be the communicator's
+    PyObject *running;  // the thread's running-loop object when the running loop was found to be the communicator's
     PyTypeObject *handle, *tensor, *parameter;
     PyObject *increment, *grad_enabled;  // of torch: count writes of tensors; return True while autograd records
-    PyCFunction increment_of;            // what `increment` calls, which saves a tenth of its time; NULL: another kind
-    Once *once;                          // what it is given
+    PyCFunction increment_of;            // the C function of `increment`, a tenth faster; NULL: none
+    Once *once;                          // the argument of `increment`
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
     Known known[KNOWN];
@@ -193,7 +193,7 @@ static whose file_of(Issuer *self, PyObject *code) {
     PyObject *ours = filename == NULL ? NULL : PyObject_GetItem(self->ours, filename);
     if (ours == NULL) PyErr_Clear();
     whose found = ours == Py_True ? OURS : ours == Py_None ? CALLS : PROGRAMS;
-    PyObject *before = seen->code;  // read now: to ask may have run Python, and this
+    PyObject *before = seen->code;  // read now, since the call above may have run Python code
     *seen = (Seen){code, found};
     Py_INCREF(code);  // nothing else is at its address meanwhile
     Py_XDECREF(before), Py_XDECREF(filename), Py_XDECREF(ours);
@@ -208,7 +208,7 @@ static origin origin_in(PyObject *pair) {
     return named;
 }
 
-// The same of the `Call` to which `frame` belongs.
+// As `origin_in`, for the `Call` to which `frame` belongs.
 static origin origin_of_call(PyObject *frame) {
     PyObject *locals = PyObject_GetAttr(frame, s_locals);
     PyObject *call = locals == NULL ? NULL : PyObject_GetItem(locals, s_self);
@@ -308,10 +308,10 @@ static bool acquire(Issuer *self, Handle *h) {
         const claim *one = &claims[i];
         const core_range *held = claims_acquire(self->claims, one->start, one->nbytes, one->writes, (PyObject *)h, &failed);
         if (held == NULL && !failed) continue;
-        if (held != NULL) {  // said in Python
+        if (held != NULL) {  // Python raises the error
             PyObject *said = PyObject_CallMethod((PyObject *)self->claims, "acquire", "KKOO", (unsigned long long)one->start,
                                                  (unsigned long long)one->nbytes, one->writes ? Py_True : Py_False, h);
-            if (said != NULL) {  // what had it was dropped, and is withdrawn now
+            if (said != NULL) {  // the holder was dropped by the program, and is withdrawn now
                 Py_DECREF(said);
                 continue;
             }
@@ -369,7 +369,7 @@ static PyObject *written(const Plan *plan, PyObject *tensor, PyObject *target, P
     return plan->writes ? tensor : NULL;
 }
 
-// NULL after another way took over, or the end.
+// NULL after the end, or after a program has taken over.
 static PyObject *written_by(const Handle *h) {
     return h->plan == NULL ? NULL : written((const Plan *)h->plan, h->tensor, h->target, h->out);
 }
@@ -439,9 +439,9 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     return h;
 }
 
-// Returns whether the loop of the communicator runs in the calling thread, which is that loop's. Up to Python 3.13 asyncio
-// keeps in the state of each thread an object for its running loop, another one whenever that changes: a look at it is
-// a tenth of the call, and where there is none the call is made.
+// Returns true if the loop of the communicator runs in the calling thread, which is the loop's thread. Up to Python
+// 3.13, asyncio keeps an object for the running loop in the state of each thread, and replaces it whenever the loop
+// changes. A look at this object takes a tenth of asyncio's own call, which is made if there is no such object.
 static bool runs_loop(Issuer *self) {
     PyObject *state = PyThreadState_GetDict();
     PyObject *running = state == NULL ? NULL : PyDict_GetItemWithError(state, s_running);
@@ -461,8 +461,8 @@ static bool runs_loop(Issuer *self) {
 
 enum from { ELSEWHERE, ON_LOOP, IN_THREAD };
 
-// Returns from where the calling thread may issue now, ELSEWHERE if it may not. Until the lane is joined the loop polls
-// for the other ranks, which the general path starts.
+// Returns the kind of the calling thread; ELSEWHERE if it may not issue now. Until all ranks have joined the lane, the
+// general path issues and starts the polls for them.
 static enum from may_issue(Issuer *self) {
     if (!self->open || !core_lane_joined(self->lane->lane) || PyObject_Size(self->inbox) != 0 || PyDict_Size(self->to_fail) != 0)
         return ELSEWHERE;
@@ -482,7 +482,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
     Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
-    // Meanwhile the loop may have found nothing pending, and have stopped to look.
+    // Meanwhile the loop may have found nothing pending, and have stopped the watch.
     if (!on_loop && !keep_watch(self)) PyErr_WriteUnraisable((PyObject *)h);
     Lane *lane = self->lane;
     Completions *completions = lane->completions;
@@ -625,7 +625,7 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
         return NULL;
     PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
     const dl_exchange *exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    Py_XDECREF(capsule);  // what it points to stays
+    Py_XDECREF(capsule);  // its target stays valid
     if (exchange == NULL) return NULL;
     if (exchange->major != DL_MAJOR || exchange->describe == NULL)
         return PyErr_Format(PyExc_ImportError, "torch offers version %u.%u of DLPack's exchange functions: expected %d with all of them",
@@ -644,7 +644,7 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     self->handle = (PyTypeObject *)handle, self->tensor = (PyTypeObject *)tensor, self->parameter = (PyTypeObject *)parameter;
     self->increment = increment, self->grad_enabled = grad_enabled;
     self->increment_of = PyCFunction_GetFlags(increment) == METH_O ? PyCFunction_GetFunction(increment) : NULL;
-    PyErr_Clear();  // no function of C
+    PyErr_Clear();  // `increment` is no function of C
     PyObject *const kept[] = {lane,    claims, log,   pacer,   segments, account, pending, inbox,
                               to_fail, ours,   watch, publish, failed,   handle,  tensor,  parameter, increment, grad_enabled};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
@@ -689,22 +689,22 @@ static void issuer_dealloc(Issuer *self) {
 
 static PyMethodDef issuer_methods[] = {
     {"allreduce", (PyCFunction)(void *)issuer_allreduce, METH_FASTCALL,
-     "allreduce(t, op, impl): return the handle of an allreduce; None where it is to be issued in another way."},
+     "allreduce(t, op, impl): return the handle of an allreduce; None if the fast path does not apply."},
     {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
      "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
-     "`result`, for a caller who gave `out`; None where it is to be issued in another way."},
-    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): `allreduce` of tensors as `t` is this."},
-    {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Know no more how any tensors are reduced."},
+     "`result`, for a caller who gave `out`; None if the fast path does not apply."},
+    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for tensors like `t`."},
+    {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove all plans of `allreduce`."},
     {0},
 };
 static PyMemberDef issuer_members[] = {
-    OFFERS("open", T_BOOL, Issuer, open, 0, "Calls are not refused."),
-    OFFERS("observer", T_OBJECT, Issuer, observer, 0, "None, or what is called with each handle, and returns what is called at its end."),
-    OFFERS("threads", T_BOOL, Issuer, threads, 0, "Other threads may call too, one at a time."),
+    OFFERS("open", T_BOOL, Issuer, open, 0, "True if calls are not refused."),
+    OFFERS("observer", T_OBJECT, Issuer, observer, 0, "Called with each handle; returns a callback for the end."),
+    OFFERS("threads", T_BOOL, Issuer, threads, 0, "True if other threads may call too, one at a time."),
     {0},
 };
 static PyType_Slot issuer_slots[] = {
-    {Py_tp_doc, "Issues what a lane does from the call on."},
+    {Py_tp_doc, "Issues the collectives of a lane by the fast path."},
     {Py_tp_new, issuer_new}, {Py_tp_dealloc, issuer_dealloc}, {Py_tp_traverse, issuer_traverse}, {Py_tp_clear, issuer_clear},
     {Py_tp_methods, issuer_methods}, {Py_tp_members, issuer_members}, {0},
 };

@@ -28,8 +28,8 @@ static inline uint32_t bits_of(float x) {
     return bits;
 }
 
-// 16-bit floats by integer arithmetic without branches, which compilers turn into vectors; of the _Float16 that C has
-// they make a call for each element. What is narrowed is rounded to nearest, ties to even.
+// 16-bit floats by integer arithmetic without branches, which compilers vectorise; for the _Float16 of C they emit a
+// call for each element. Narrowing rounds to nearest, ties to even.
 
 static inline float widen_bf16(uint16_t x) { return float_of((uint32_t)x << 16); }
 
@@ -38,9 +38,9 @@ static inline uint16_t narrow_bf16(float x) {
     return (uint16_t)(x != x ? 0x7fc0 : rounded);
 }
 
-enum { F16_SHIFT = 13, F16_BIAS = (127 - 15) << 23 };  // of its bits in those of a float
+enum { F16_SHIFT = 13, F16_BIAS = (127 - 15) << 23 };  // position of the bits of a half in those of a float
 
-// As `condition ? a : b`, with no branch for the compiler to make of it.
+// Returns `condition ? a : b` without a branch.
 static inline int32_t pick(bool condition, int32_t a, int32_t b) { return b ^ ((a ^ b) & -(int32_t)condition); }
 
 static inline float widen_f16(uint16_t x) {
@@ -58,7 +58,7 @@ static inline uint16_t narrow_f16(float x) {
     return (uint16_t)((uint32_t)bits | (bits_of(x) >> 16 & 0x8000));
 }
 
-// clang warns where a loop stays as it is: products of complex numbers on the oldest processors.
+// clang warns of loops that it cannot vectorise: products of complex numbers on the oldest processors.
 #if defined(__clang__)
 #pragma clang diagnostic ignored "-Wpass-failed"
 #endif
@@ -70,8 +70,8 @@ static inline uint16_t narrow_f16(float x) {
 #undef NAMED
 
 #if defined(__x86_64__)
-// GCC takes half of a register of 512 bits unless it is told. clang takes all of it, and leaves out the whole attribute
-// where one word of it is not its own.
+// GCC uses half of a 512-bit register by default. clang uses all of it, and ignores an attribute with a word that clang
+// does not know.
 #if defined(__clang__)
 #define WIDE
 #else
@@ -106,8 +106,8 @@ static _Atomic int most = 2;
 
 void core_kernels_limit(int level) { atomic_store_explicit(&most, level, memory_order_relaxed); }
 
-// Returns how many of the levels after the first one this processor runs, and the kernel keeps the registers of. What
-// __builtin_cpu_supports reads is all zeros where zig links.
+// Returns the number of levels after the first one that this processor runs, and whose registers the kernel saves.
+// __builtin_cpu_supports reads only zeros in a program that zig has linked.
 static int processor(void) {
 #if defined(__x86_64__)
     enum { XMM_AND_YMM = 0x6, AND_ZMM = 0xe6 };
@@ -127,7 +127,7 @@ void core_stream(void *to, const void *from, size_t nbytes) {
     enum { LINE = 64 };
     uint8_t *target = to;
     const uint8_t *source = from;
-    size_t lead = -(uintptr_t)target % LINE;  // whole lines go out at once
+    size_t lead = -(uintptr_t)target % LINE;  // the loop below stores whole lines
     if (nbytes < lead + LINE) lead = nbytes;
     memcpy(target, source, lead);
     size_t at = lead;
@@ -136,7 +136,7 @@ void core_stream(void *to, const void *from, size_t nbytes) {
         memcpy(line, source + at, LINE);
         for (size_t i = 0; i < LINE / sizeof *line; i++) _mm_stream_si128((__m128i *)(target + at) + i, line[i]);
     }
-    _mm_sfence();  // these stores are in no order with others else, a release among them
+    _mm_sfence();  // orders these stores before later ones, also before a release
     memcpy(target + at, source + at, nbytes - at);
 #else
     memcpy(to, from, nbytes);
@@ -144,7 +144,7 @@ void core_stream(void *to, const void *from, size_t nbytes) {
 }
 
 static const struct level *best(void) {
-    static _Atomic int known = -1;  // a virtual machine takes microseconds to answer
+    static _Atomic int known = -1;  // cpuid takes microseconds in a virtual machine
     int runs = atomic_load_explicit(&known, memory_order_relaxed);
     int limit = atomic_load_explicit(&most, memory_order_relaxed);
     if (runs < 0) {

@@ -1,8 +1,8 @@
-// The kernels for one kind of processor: included by kernels.c once for each, with TARGET and NAMED defined.
+// The kernels for one kind of processor: kernels.c includes this file once for each, with TARGET and NAMED defined.
 
-#define BLOCK_BYTES 4096  // of an accumulator: it stays in the first cache
+#define BLOCK_BYTES 4096  // size of an accumulator, which stays in the first cache
 
-// Loops whose inputs and outputs are the same memory, or none: no iteration needs what another one wrote.
+// Loops whose inputs and outputs are equal or disjoint: no iteration reads the output of another one.
 #if defined(__clang__)
 #define APART _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -36,7 +36,7 @@
         }                                                                                                             \
     }
 
-// As KERNEL, with a shorter way for two inputs, the most frequent case: nothing is kept in between.
+// As KERNEL, with a fast path without an accumulator for two inputs, the most frequent case.
 #define SAME(x) (x)
 #define PLAIN(NAME, T, COMBINE, DIVIDE)                                                                               \
     KERNEL(NAME##_any, T, T, SAME, SAME, COMBINE, DIVIDE)                                                             \
@@ -62,7 +62,8 @@
 #define WHOLE(T, NAME)                                                                                                \
     PLAIN(sum_##NAME, T, ADD, NEVER)                                                                                  \
     PLAIN(prod_##NAME, T, MUL, NEVER)
-// Integers wrap as torch's do: they are added as unsigned ones, and no narrower than int, which C would make signed.
+// Integers wrap as in torch: they are combined as unsigned numbers of at least the width of int, since C would make
+// narrower ones signed.
 #define ADD(x, y) ((__typeof__(x))(1u * (x) + (y)))
 #define MUL(x, y) ((__typeof__(x))(1u * (x) * (y)))
 #define NEVER(x, divisor) (x)
@@ -92,7 +93,7 @@ PLAIN(band, uint8_t, AND, NEVER)
 PLAIN(bor, uint8_t, OR, NEVER)
 PLAIN(bxor, uint8_t, XOR, NEVER)
 
-// The least or the greatest of something that is no number is no number, as in torch and NumPy.
+// The minimum or maximum of numbers with a NaN is NaN, as in torch and NumPy.
 #define LEAST(x, y) ((x) != (x) || (x) < (y) ? (x) : (y))
 #define GREATEST(x, y) ((x) != (x) || (x) > (y) ? (x) : (y))
 #define PLUS(x, y) ((x) + (y))
@@ -127,7 +128,7 @@ PLAIN(prod_c128, c128, NAMED(times_c128), NEVER)
 #define BITS {BY(band), 0}, {BY(bor), 0}, {BY(bxor), 0}
 static const struct choice NAMED(table)[CORE_DTYPES][CORE_REDUCTIONS] = {
     // sum, mean, prod, min, max, band, bor, bxor; the second number: elements of the kernel in one of the dtype, 0 for
-    // one a byte
+    // one per byte
     [CORE_BOOL] = {{0}, {0}, {0}, {BY(min_u8), 1}, {BY(max_u8), 1}, BITS},
     [CORE_U8] = {{BY(sum_8), 1}, {0}, {BY(prod_8), 1}, {BY(min_u8), 1}, {BY(max_u8), 1}, BITS},
     [CORE_I8] = {{BY(sum_8), 1}, {0}, {BY(prod_8), 1}, {BY(min_i8), 1}, {BY(max_i8), 1}, BITS},

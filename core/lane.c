@@ -102,7 +102,7 @@ struct segment {
     size_t nbytes;
 };
 
-// A segment may be mapped while lanes are driven that look for others, so what is there never moves.
+// A segment may be mapped while driven lanes look for other segments, so known segments never move.
 enum { CHUNK = 64, CHUNKS = CORE_SEGMENTS / CHUNK };
 struct core_memory {
     _Atomic(struct segment *) chunks[CHUNKS];
@@ -204,7 +204,7 @@ static bool post(core_lane *lane, core_op *op) {
     uint64_t k = lane->next_number, end = lane->ends[k % ENTRIES];
     op->number = k;
     if (lane->unsettled) return false;
-    if (lane->first != NULL && k - lane->first->number >= ENTRIES) return false;  // this rank itself needs the entry
+    if (lane->first != NULL && k - lane->first->number >= ENTRIES) return false;  // this rank still needs the entry
     if (k >= ENTRIES && least_consumed(lane, false) < end && least_consumed(lane, true) < end) return false;
     op->base = lane->next_portion;
     bool whole = way_prepare(lane, op);
@@ -213,7 +213,7 @@ static bool post(core_lane *lane, core_op *op) {
     uint8_t *to = NULL;
     enum form form = op->absent ? ABSENT : way_posts(op) ? NOTHING : LARGE;
     if (nbytes > SHORT_BYTES) {
-        if (lane->portioned > 0) return false;  // what that lends comes first: loans end in order
+        if (lane->portioned > 0) return false;  // the loans of that operation come first: loans end in order
         int64_t at = lane_lend(lane, op->base, nbytes);
         if (at < 0) return false;
         form = STAGED;
@@ -286,7 +286,7 @@ static core_op **next_waiting(core_lane *lane) {
     return *at == NULL ? NULL : at;
 }
 
-// Posts the operations that there is room for; true if there was one.
+// Posts the operations for which there is room; true if one was posted.
 static bool post_waiting(core_lane *lane) {
     bool posted = false;
     for (core_op **at; (at = next_waiting(lane)) != NULL && post(lane, *at); posted = true) {
@@ -305,8 +305,9 @@ static bool alike(const struct entry *entry, const core_op *op) {
     return entry->kind == op->kind && (op->kind != CORE_ALLGATHER || entry->like == op->like);
 }
 
-// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing; UNLIKE: the
-// same, but not alike; REFUSED: one takes no part. Each rank sees all entries, so all but FAILED are found by all alike.
+// Checks if the other ranks have posted the same operation. ENDED: all have; FAILED: a fingerprint differs; UNLIKE: the
+// same fingerprint, but not alike; REFUSED: a rank takes no part. All ranks see all entries, and find the same outcome,
+// except for FAILED.
 static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
     enum outcome met = ENDED;
     unsigned other = lane->ranks;
@@ -457,7 +458,7 @@ static void take_in(core_lane *lane) {
 }
 
 void core_lane_refuse(core_lane *lane, uint64_t key) {
-    while (!core_lane_hold(lane)) core_relax();  // for as long as a step lasts
+    while (!core_lane_hold(lane)) core_relax();  // at most for the duration of a step
     if (!refuses(lane, key)) lane->refused[lane->refusals++ % REFUSED_KEYS] = key >> CORE_KEY_BITS;
     take_in(lane);
     withdraw(lane);
@@ -559,7 +560,7 @@ bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {
 
 enum drive lane_drive(core_lane *lane, uint64_t nanoseconds) {
     enum drive drive = HELD;
-    // A thread that submits while the lane is held leaves it to the holder, which looks after the release.
+    // A thread that submits while the lane is held leaves the operation to the holder, which checks after the release.
     while (core_lane_hold(lane)) {
         drive = advance(lane, nanoseconds) || drive == DROVE ? DROVE : STILL;
         core_lane_release(lane);
@@ -570,7 +571,7 @@ enum drive lane_drive(core_lane *lane, uint64_t nanoseconds) {
 
 // Abandons the lane because of rank `who`, which may be this one.
 static void give_up(core_lane *lane, unsigned who, bool lost) {
-    while (!core_lane_hold(lane)) core_relax();  // for as long as a step lasts
+    while (!core_lane_hold(lane)) core_relax();  // at most for the duration of a step
     take_in(lane);
     lane->peers[who].lost = lane->peers[who].lost || lost;
     if (!lane->abandoned) abandon(lane, CORE_ABANDONED, who);
@@ -584,7 +585,7 @@ void core_lane_abandon(core_lane *lane) { give_up(lane, lane->rank, false); }
 void lane_forget(core_lane *lane) {
     lane->joined = 0;
     lane->wants = false;
-    core_lane_release(lane);  // its holder was a thread of the parent
+    core_lane_release(lane);  // the holder was a thread of the parent
 }
 
 void core_lane_lost(core_lane *lane, unsigned rank) { give_up(lane, rank, true); }

@@ -41,8 +41,8 @@ struct peer {
     struct block *block;
     core_memory *memory;
     core_doorbell *doorbell;
-    uint64_t consumed;  // last known value of its `consumed`
-    bool lost;          // its process has ended
+    uint64_t consumed;  // last known value of the rank's `consumed`
+    bool lost;          // true if the rank's process has ended
 };
 
 struct loan {
@@ -71,7 +71,7 @@ struct core_lane {
     // Used only by the holder, from here on.
     core_op *first, **last;            // posted, in order
     core_op *waiting, **waiting_last;  // not posted yet, in order of submission
-    bool spoke;                        // it has written to the block since the last test of the doorbells
+    bool spoke;                        // true if the block was written since the last test of the doorbells
     uint64_t next_number, next_portion;
     uint64_t lent_end;       // a rank that has consumed this many portions does not use this rank's memory
     bool unsettled;          // next_portion is known only after the newest posted operation is met

@@ -66,12 +66,12 @@ static void claims_dealloc(Claims *self) {
 
 static PyMethodDef claims_methods[] = {
     {"claim", (PyCFunction)claims_claim, METH_VARARGS,
-     "claim(start, nbytes, writes, owner): return who has some of these bytes, None where nobody does, and `owner` now has."},
-    {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): give back what was claimed."},
+     "claim(start, nbytes, writes, owner): claim these bytes, or return the owner of a conflicting claim."},
+    {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): release a claim."},
     {0},
 };
 static PyType_Slot claims_slots[] = {
-    {Py_tp_doc, "Which bytes are in flight: those that are written overlap nothing, those that are read may overlap."},
+    {Py_tp_doc, "The bytes in flight: written ranges overlap no other range, read ranges may overlap one another."},
     {Py_tp_new, claims_new}, {Py_tp_dealloc, claims_dealloc}, {Py_tp_methods, claims_methods}, {Py_sq_length, claims_length}, {0},
 };
 static PyType_Spec claims_spec = {
@@ -118,17 +118,17 @@ static void segments_dealloc(Segments *self) {
 static Py_ssize_t segments_length(Segments *self) { return (Py_ssize_t)self->count; }
 
 static PyMethodDef segments_methods[] = {
-    {"add", (PyCFunction)segments_add, METH_VARARGS, "add(address, nbytes): the next segment, which stays."},
+    {"add", (PyCFunction)segments_add, METH_VARARGS, "add(address, nbytes): add the next segment."},
     {"locate", (PyCFunction)segments_locate, METH_VARARGS,
-     "locate(address, nbytes): return (segment, offset) of so many bytes, None where they lie in no segment."},
+     "locate(address, nbytes): return (segment, offset) of these bytes; None if no segment has them."},
     {0},
 };
 static PyMemberDef segments_members[] = {
-    OFFERS("told", T_UINT, Segments, told, 0, "How many the other ranks have been told of, in order of their numbers."),
+    OFFERS("told", T_UINT, Segments, told, 0, "Number of published segments, in order of their numbers."),
     {0},
 };
 static PyType_Slot segments_slots[] = {
-    {Py_tp_doc, "Where this rank's memory lies that others can map: segments, by their numbers."},
+    {Py_tp_doc, "The segments of this rank's memory that others can map, by number."},
     {Py_tp_dealloc, segments_dealloc}, {Py_tp_methods, segments_methods}, {Py_tp_members, segments_members},
     {Py_sq_length, segments_length}, {0},
 };
@@ -163,7 +163,7 @@ static void log_dealloc(Log *self) {
     DECREF(type);
 }
 
-// Tells who waits until operation `number` is issued here, which it is, whatever that raises.
+// Calls the function that waits for the issue of operation `number`; its error does not undo the issue.
 static void tell_issued(Log *self, long long number) {
     PyObject *key = PyLong_FromLongLong(number), *tell = key == NULL ? NULL : PyDict_GetItemWithError(self->awaited, key);
     if (tell != NULL) {
@@ -171,7 +171,7 @@ static void tell_issued(Log *self, long long number) {
         PyObject *result = PyDict_DelItem(self->awaited, key) < 0 ? NULL : PyObject_CallNoArgs(tell);
         Py_XDECREF(result);
     }
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // it comes again, later
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // raised later
     if (PyErr_Occurred()) PyErr_WriteUnraisable(tell);
     Py_XDECREF(tell);
     Py_XDECREF(key);
@@ -199,12 +199,12 @@ void log_came(Log *self, uint64_t when) {
     uint64_t before = seq == 0 ? 0 : self->kept[(seq - 1) % LOG_KEPT].came;
     if (before == 0 || when < before + GAP) return;
     if (self->gaps == NULL && (self->gaps = PyMem_Calloc(GAPS_KEPT, sizeof *self->gaps)) == NULL) return;
-    // Both ends count: this rank may have waited in the one before, or have come late to this one.
+    // Both ends count: this rank may have waited in the previous operation, or be late in this one.
     keep_gap(self, seq - 1);
     keep_gap(self, seq);
 }
 
-// arrivals(since): when operations from number `since` on came, as pairs of number and nanoseconds: bytes of uint64.
+// arrivals(since): returns the times of issue from operation `since` on, as pairs of number and nanoseconds in uint64.
 static PyObject *log_arrivals(Log *self, PyObject *number) {
     unsigned long long since = PyLong_AsUnsignedLongLong(number);
     if (PyErr_Occurred()) return NULL;
@@ -214,7 +214,7 @@ static PyObject *log_arrivals(Log *self, PyObject *number) {
     if (found == NULL) return PyErr_NoMemory();
     for (size_t i = self->gap_count - gaps; i < self->gap_count; i++) {
         const gap *one = &self->gaps[i % GAPS_KEPT];
-        // The operation between two consecutive gaps is there twice.
+        // The operation between two consecutive gaps is stored twice.
         if (one->seq < since || one->seq >= kept || (count > 0 && found[count - 1].seq == one->seq)) continue;
         found[count].seq = one->seq, found[count++].came = one->kept.came;
     }
@@ -248,21 +248,21 @@ static PyObject *log_find(Log *self, PyObject *number) {
 }
 
 static PyMethodDef log_methods[] = {
-    {"record", (PyCFunction)log_recorded, METH_VARARGS, "record(what, origin): take note of the next operation, whose number is `seq`."},
+    {"record", (PyCFunction)log_recorded, METH_VARARGS, "record(what, origin): record the next operation, `seq`."},
     {"arrivals", (PyCFunction)log_arrivals, METH_O,
-     "arrivals(since): return when operations from that number on came, pairs of number and nanoseconds as bytes of uint64."},
-    {"kept", (PyCFunction)log_find, METH_O, "kept(seq): return (seq, what, origin) of an operation, None where it is not kept."},
+     "arrivals(since): return the times of issue from operation `since` on: pairs (number, nanoseconds) of uint64."},
+    {"kept", (PyCFunction)log_find, METH_O, "kept(seq): return (seq, what, origin) of an operation, or None."},
     {0},
 };
 static PyMemberDef log_members[] = {
-    OFFERS("seq", T_LONGLONG, Log, seq, 0, "How many operations were issued: the number of the next one."),
-    OFFERS("timed", T_BOOL, Log, timed, 0, "When each is issued is noted."),
-    OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "By number: what to call, once, when this rank has recorded it."),
-    OFFERS("caller", T_OBJECT, Log, caller, 0, "Who is named for what is issued: (code, instruction); None: the line that calls."),
+    OFFERS("seq", T_LONGLONG, Log, seq, 0, "Number of issued operations, and number of the next one."),
+    OFFERS("timed", T_BOOL, Log, timed, 0, "True if times of issue are recorded."),
+    OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "Callbacks for the record of an operation, by number."),
+    OFFERS("caller", T_OBJECT, Log, caller, 0, "Recorded origin, as (code, instruction); None for the calling line."),
     {0},
 };
 static PyType_Slot log_slots[] = {
-    {Py_tp_doc, "What a communicator issued, in order."},
+    {Py_tp_doc, "The operations that a communicator has issued, in order."},
     {Py_tp_new, log_new}, {Py_tp_dealloc, log_dealloc}, {Py_tp_methods, log_methods}, {Py_tp_members, log_members}, {0},
 };
 static PyType_Spec log_spec = {"aiodist._core.Log", sizeof(Log), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, log_slots};

@@ -12,11 +12,11 @@ struct place {
     size_t chunk, at;
 };
 
-// Returns the place of the first range that begins at `start` or later: within a chunk, or behind the last of all.
+// Returns the place of the first range that begins at `start` or later: within a chunk, or after the last range.
 static struct place first_from(const core_ranges *self, uintptr_t start) {
     if (self->ranges == 0) return (struct place){0, 0};
     size_t low = 0, high = self->count;
-    while (low < high) {  // the first chunk whose last range begins there or later
+    while (low < high) {  // find the first chunk whose last range begins at `start` or later
         size_t middle = (low + high) / 2;
         const struct core_chunk *chunk = self->chunks[middle];
         if (chunk->ranges[chunk->count - 1].start < start) low = middle + 1;
@@ -52,7 +52,7 @@ static struct core_chunk *add_chunk(core_ranges *self, size_t at) {
 }
 
 int core_ranges_insert(core_ranges *self, core_range range) {
-    struct place place = first_from(self, range.start + 1);  // behind equal ones: the oldest is found first
+    struct place place = first_from(self, range.start + 1);  // after equal ranges, so that the oldest is found first
     if (place.chunk == self->count && self->count > 0) {
         place.chunk--;
         place.at = self->chunks[place.chunk]->count;
@@ -62,7 +62,7 @@ int core_ranges_insert(core_ranges *self, core_range range) {
     if (chunk->count == CORE_CHUNK) {
         struct core_chunk *next = add_chunk(self, place.chunk + 1);
         if (next == NULL) return -1;
-        // What comes in order fills chunks; what does not halves them.
+        // Ranges that are inserted in order fill chunks; other insertions halve a full chunk.
         size_t kept = place.at == CORE_CHUNK ? CORE_CHUNK : CORE_CHUNK / 2;
         next->count = CORE_CHUNK - kept;
         memcpy(next->ranges, chunk->ranges + kept, next->count * sizeof range);
@@ -80,7 +80,7 @@ int core_ranges_insert(core_ranges *self, core_range range) {
     return 0;
 }
 
-// Moves on to the next range; false behind the last.
+// Advances to the next range; false after the last one.
 static bool next(const core_ranges *self, struct place *place) {
     if (place->chunk < self->count && ++place->at == self->chunks[place->chunk]->count) *place = (struct place){place->chunk + 1, 0};
     return place->chunk < self->count;
@@ -100,7 +100,7 @@ void *core_ranges_remove(core_ranges *self, core_range range) {
     void *owner = chunk->ranges[place.at].owner;
     chunk->count--;
     memmove(chunk->ranges + place.at, chunk->ranges + place.at + 1, (chunk->count - place.at) * sizeof range);
-    if (chunk->count == 0 && self->count > 1) {  // the last one stays: it is used again at once
+    if (chunk->count == 0 && self->count > 1) {  // the last chunk is kept for the next insertion
         free(chunk);
         self->count--;
         memmove(self->chunks + place.chunk, self->chunks + place.chunk + 1, (self->count - place.chunk) * sizeof *self->chunks);
@@ -113,7 +113,7 @@ const core_range *core_ranges_find(const core_ranges *self, uintptr_t start, uin
     if (self->ranges == 0) return NULL;
     uintptr_t before = self->overlap ? self->longest : 0;
     struct place place = first_from(self, start > before ? start - before : 0);
-    if (!self->overlap) {  // the one before may reach into it
+    if (!self->overlap) {  // the previous range may overlap this one
         if (place.at > 0) place.at--;
         else if (place.chunk > 0) place = (struct place){place.chunk - 1, self->chunks[place.chunk - 1]->count - 1};
     }

@@ -1,4 +1,4 @@
-// Byte ranges in order of their first byte: those that operations in flight read, or write.
+// The byte ranges that operations in flight read or write, in order of their first byte.
 #ifndef CORE_RANGES_H
 #define CORE_RANGES_H
 
@@ -11,21 +11,21 @@ typedef struct {
     void *owner;
 } core_range;
 
-// Sorted, in chunks of at most CORE_CHUNK: what is inserted or removed moves no more than one, and the list of them.
-// n ranges: O(log n), and n / CORE_CHUNK pointers moved now and then.
+// Sorted ranges in chunks of at most CORE_CHUNK. An insertion or removal moves at most the ranges of one chunk, in
+// O(log n) for n ranges. When a chunk is added or removed, it also moves n / CORE_CHUNK pointers.
 enum { CORE_CHUNK = 128 };
 struct core_chunk;
 typedef struct {
     struct core_chunk **chunks;
     size_t count, room, ranges;
-    bool overlap;       // they may: then what overlaps another is found within the longest one's length before it
-    uintptr_t longest;  // of any range since it was empty
+    bool overlap;       // true if ranges may overlap: a search then begins the longest length earlier
+    uintptr_t longest;  // longest length of a range since the set was empty
 } core_ranges;
 
 int core_ranges_insert(core_ranges *, core_range);  // -1: no memory
-// Removes one that is equal; `owner` NULL: of any owner. Returns its owner, NULL where there is none.
+// Removes an equal range, of any owner if `owner` is NULL. Returns its owner; NULL if there is no such range.
 void *core_ranges_remove(core_ranges *, core_range);
-// Returns one that overlaps [start, end), NULL where there is none.
+// Returns a range that overlaps [start, end); NULL if there is none.
 const core_range *core_ranges_find(const core_ranges *, uintptr_t start, uintptr_t end);
 void core_ranges_free(core_ranges *);
 

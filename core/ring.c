@@ -3,18 +3,18 @@
 
 #include <string.h>
 
-enum { SKIP = 0 };  // a kind: the next record begins where the ring does
+enum { SKIP = 0 };  // a kind: the next record is at the start of the ring
 
 static uint64_t lines(uint64_t size) { return CORE_LINE + (size + CORE_LINE - 1) / CORE_LINE * CORE_LINE; }
 
 bool core_ring_put(core_rings *rings, const core_record *record, const void *data) {
     if (record->size > rings->nbytes - CORE_LINE) return false;
     uint64_t sent = atomic_load_explicit(&rings->mine->sent, memory_order_relaxed);
-    // Acquire: what was taken has been read, so it may be written.
+    // Acquire: the other rank has read the taken bytes, so they may be overwritten.
     uint64_t taken = rings->theirs == NULL ? 0 : atomic_load_explicit(&rings->theirs->taken, memory_order_acquire);
     uint64_t at = sent % rings->nbytes, need = lines(record->size);
     uint64_t skipped = need > rings->nbytes - at ? rings->nbytes - at : 0;
-    // Where the other's number makes no sense, nothing is ever written again.
+    // If the other rank's number is invalid, no record is written any more.
     if (taken > sent || sent - taken + skipped + need > rings->nbytes) return false;
     if (skipped) {
         memset(rings->out + at, SKIP, CORE_LINE);
@@ -39,7 +39,7 @@ int core_ring_first(core_rings *rings, core_record *record, const void **data) {
             *data = rings->in + at + CORE_LINE;
             return 1;
         }
-        if (left >= sent - taken) return -1;  // one follows what is skipped
+        if (left >= sent - taken) return -1;  // a record follows the skipped bytes
         taken += left;
         atomic_store_explicit(&rings->mine->taken, taken, memory_order_release);
     }

@@ -104,7 +104,7 @@ static PyObject *rings_first(Rings *self, PyObject *none) {
     return NULL;
 }
 
-// Whether `first` has returned a record that was not taken.
+// Returns true if `first` has returned a record that was not taken; else false with an exception set.
 static bool at_record(const Rings *self) {
     if (self->rings.need != 0) return true;
     PyErr_SetString(PyExc_RuntimeError, "there is no record: expected first() before");
@@ -139,7 +139,7 @@ static PyObject *rings_give_back(Rings *self, PyObject *nbytes) {
 
 static PyObject *rings_drain(Rings *self, PyObject *none) {
     (void)none;
-    atomic_fetch_add_explicit(&self->rings.mine->drained, 1, memory_order_release);  // the piece was read before
+    atomic_fetch_add_explicit(&self->rings.mine->drained, 1, memory_order_release);  // the chunk was read before
     Py_RETURN_NONE;
 }
 
@@ -198,42 +198,42 @@ static PyObject *arrived(PyObject *module, PyObject *args) {
 
 #define THEIR(name, field, doc) {name, (getter)rings_theirs, NULL, doc, (void *)offsetof(core_numbers, field)}
 static PyGetSetDef rings_getset[] = {
-    {"arrived", (getter)rings_arrived, NULL, "There is something to read.", NULL},
-    {"fill", (getter)rings_fill, NULL, "How many bytes of the other's ring are taken up.", NULL},
-    {"met", (getter)rings_met, NULL, "The other's numbers are known.", NULL},
-    {"is_open", (getter)rings_is_open, NULL, "This rank has a ring.", NULL},
-    {"is_mapped", (getter)rings_is_mapped, NULL, "The other's ring is mapped.", NULL},
-    THEIR("returned", returned, "How many bytes of short messages the other has received."),
-    THEIR("drained", drained, "How many pieces the other has copied out."),
-    THEIR("segment", segment, "Where the other's ring lies."),
-    THEIR("offset", offset, "Where in that segment."),
+    {"arrived", (getter)rings_arrived, NULL, "True if there is a record to read.", NULL},
+    {"fill", (getter)rings_fill, NULL, "Bytes of unread records in the other rank's ring.", NULL},
+    {"met", (getter)rings_met, NULL, "True if the other rank's numbers are known.", NULL},
+    {"is_open", (getter)rings_is_open, NULL, "True if this rank has a ring.", NULL},
+    {"is_mapped", (getter)rings_is_mapped, NULL, "True if the other rank's ring is mapped.", NULL},
+    THEIR("returned", returned, "Bytes of short messages that the other rank has received."),
+    THEIR("drained", drained, "Number of chunks that the other rank has copied."),
+    THEIR("segment", segment, "Segment of the other rank's ring."),
+    THEIR("offset", offset, "Offset of the other rank's ring in its segment, in bytes."),
     {0},
 };
 static PyMethodDef rings_methods[] = {
-    {"meet", (PyCFunction)rings_meet, METH_O, "meet(numbers): these are the other's."},
-    {"open", (PyCFunction)rings_open, METH_VARARGS, "open(memory, segment, offset): this is my ring, and where others find it."},
-    {"map", (PyCFunction)rings_map, METH_O, "map(memory): this is the other's ring."},
+    {"meet", (PyCFunction)rings_meet, METH_O, "meet(numbers): set the other rank's numbers."},
+    {"open", (PyCFunction)rings_open, METH_VARARGS, "open(memory, segment, offset): set this rank's ring, its place."},
+    {"map", (PyCFunction)rings_map, METH_O, "map(memory): set the other rank's ring."},
     {"put", (PyCFunction)rings_put, METH_VARARGS,
      "put(kind, comm, tag, number, nbytes, segment, offset, size=0, data=0): write a record, and `size` bytes of "
-     "`data`, or that lie at this address; False when there is no room now."},
+     "`data`, a buffer or an address; return False if there is no room now."},
     {"first", (PyCFunction)rings_first, METH_NOARGS,
-     "Return the fields of the oldest record, None when there is none; ValueError for what is no record."},
-    {"copy", (PyCFunction)rings_copy, METH_O, "copy(address): copy there what follows the record that `first` returned."},
-    {"data", (PyCFunction)rings_data, METH_NOARGS, "Return what follows the record that `first` returned."},
-    {"take", (PyCFunction)rings_take, METH_NOARGS, "Let go of the record that `first` returned."},
-    {"give_back", (PyCFunction)rings_give_back, METH_O, "give_back(nbytes): so much of short messages is received."},
-    {"drain", (PyCFunction)rings_drain, METH_NOARGS, "One more piece is copied out."},
+     "Return the fields of the oldest record, None if there is none; raise ValueError for an invalid record."},
+    {"copy", (PyCFunction)rings_copy, METH_O, "copy(address): copy the data of the record that `first` returned."},
+    {"data", (PyCFunction)rings_data, METH_NOARGS, "Return the data of the record that `first` returned."},
+    {"take", (PyCFunction)rings_take, METH_NOARGS, "Release the record that `first` returned."},
+    {"give_back", (PyCFunction)rings_give_back, METH_O, "give_back(nbytes): count received bytes of short messages."},
+    {"drain", (PyCFunction)rings_drain, METH_NOARGS, "Count a copied chunk."},
     {0},
 };
 static PyType_Slot rings_slots[] = {
-    {Py_tp_doc, "Rings(numbers, nbytes): the rings between this rank, which has these numbers, and another; `nbytes` each."},
+    {Py_tp_doc, "Rings(numbers, nbytes): the two rings between this rank and another one, of `nbytes` each."},
     {Py_tp_new, rings_new}, {Py_tp_dealloc, rings_dealloc}, {Py_tp_methods, rings_methods},
     {Py_tp_getset, rings_getset}, {0},
 };
 static PyType_Spec rings_spec = {"aiodist._core.Rings", sizeof(Rings), 0, Py_TPFLAGS_DEFAULT, rings_slots};
 
 static PyMethodDef functions[] = {
-    {"arrived", arrived, METH_VARARGS, "arrived(rings, until): wait until one of them has something to read; False after `until`."},
+    {"arrived", arrived, METH_VARARGS, "arrived(rings, until): wait for a record in a ring; False after `until`."},
     {0},
 };
 

@@ -1,12 +1,12 @@
-// How each kind of operation is done once the ranks have met. p ranks, n elements.
+// The algorithms of each kind of operation after the ranks have met. p ranks, n elements.
 //
-// What is short travels whole with the entries, and each rank does its part from there: one meeting, and nobody waits
-// afterwards. What is longer goes one of these ways, which all ranks choose alike from what their entries say:
+// Short data are sent as a whole with the entries, and each rank does its part from there: the ranks meet once, and no
+// rank waits afterwards. Longer data use one of these algorithms, which all ranks choose alike by their entries:
 //
-//     IN_PLACE  every rank's tensor can be reached by all: each rank works on its part of all of them, where they are.
+//     IN_PLACE  all ranks can access every rank's tensor: each rank works on its part of all tensors, in place.
 //               An allreduce reads and writes 2n(p-1)/p elements a rank. The ranks meet again at the end.
-//     DIRECT    portion after portion, each rank copies a piece into its stage, and takes what it needs of the others'
-//               pieces from theirs: n copied and n(p-1) read a rank for an allreduce.
+//     DIRECT    for each portion, each rank copies a piece into its stage, and takes the needed parts of the others'
+//               pieces from their stages: n copied and n(p-1) read per rank for an allreduce.
 //     HALVES    the same in two steps, for reductions among more than two: each rank takes its part of the others'
 //               pieces, and leaves the result in its stage; then each takes the results (reduce-scatter and allgather:
 //               Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). 2n(p-1)/p read a rank.
@@ -48,12 +48,12 @@ static uint64_t before(const uint64_t *counts, unsigned rank) {
     return sum;
 }
 
-// Returns where part `part` of n elements begins that are cut in p parts.
+// Returns the first element of part `part` of n elements in p parts.
 static uint64_t cut(const core_lane *lane, uint64_t n, unsigned part) {
     return (uint64_t)((unsigned __int128)n * part / lane->ranks);
 }
 
-// Returns how many elements a rank's input has.
+// Returns the number of elements of a rank's input.
 static uint64_t brought(const core_op *op, unsigned rank) {
     return op->kind == CORE_BARRIER ? 0 : op->kind == CORE_ALLGATHER ? op->sent[rank] : op->count;
 }
@@ -77,7 +77,7 @@ static bool lends(const core_lane *lane, const core_op *op, unsigned rank) {
     }
 }
 
-// Of this rank, whose tensors these are.
+// Returns true if `rank`, which must be this rank, takes data of other ranks.
 static bool takes(const core_op *op, unsigned rank) {
     switch (op->kind) {
         case CORE_BROADCAST: return rank != op->root;
@@ -93,7 +93,7 @@ static uint64_t stride_of(const core_lane *lane, const core_op *op) {
     return longest * itemsize(op);
 }
 
-// Returns how many bytes a portion has; all ranks have stages of one size.
+// Returns the bytes of a portion; all ranks have stages of one size.
 static uint64_t portion_bytes(const core_lane *lane) { return least(PORTION_BYTES, lane->stage_bytes / 4); }
 
 bool way_prepare(const core_lane *lane, core_op *op) {
@@ -136,13 +136,13 @@ void way_post(const core_lane *lane, const core_op *op, struct entry *entry, uin
 
 // --- what others lend --------------------------------------------------------------------------------------------
 
-// Reads a word that another rank may change at any time: once, so that what is checked is what is used.
+// Reads a word that another rank may change at any time: once, so that the checked value is the used value.
 #define ONCE(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
 
 // Kernels need elements where the processor expects them.
 static bool aligned(const core_op *op, const uint8_t *at) { return (uintptr_t)at % least(itemsize(op), 8) == 0; }
 
-// Finds `nbytes` at `offset` of what rank `q` lends in portion `j` of `op`.
+// Finds `nbytes` at `offset` of the data that rank `q` lends in portion `j` of `op`.
 static enum found lent(core_lane *lane, const core_op *op, unsigned q, uint64_t j, uint64_t offset, uint64_t nbytes,
                        const uint8_t **at) {
     const struct entry *entry = entry_of(lane, q, op);
@@ -229,7 +229,7 @@ static enum outcome take(core_lane *lane, core_op *op, uint64_t j, uint64_t firs
 // --- meeting -----------------------------------------------------------------------------------------------------
 
 static bool all_reach(core_lane *lane, const core_op *op) {
-    if (op->kind == CORE_ALLTOALL) return false;  // nobody knows where in another rank's tensor a block begins
+    if (op->kind == CORE_ALLTOALL) return false;  // the offset of a block in another rank's tensor is unknown
     for (unsigned q = 0; q < lane->ranks; q++)
         if (entry_of(lane, q, op)->window.segment == CORE_NOWHERE) return false;
     return true;
@@ -278,7 +278,7 @@ enum outcome way_meet(core_lane *lane, core_op *op, unsigned *who) {
 
 // --- rounds ------------------------------------------------------------------------------------------------------
 
-// Returns whether all that lend have filled, or all have reduced, portion `j` of `op`.
+// Returns true if all lending ranks have filled portion `j` of `op`; with `reduced`, if they have reduced it.
 static bool reached(core_lane *lane, const core_op *op, bool reduced, uint64_t j, unsigned *who) {
     for (unsigned q = 0; q < lane->ranks; q++) {
         if (q == lane->rank || !lends(lane, op, q)) continue;
@@ -296,10 +296,10 @@ static bool reached(core_lane *lane, const core_op *op, bool reduced, uint64_t j
 
 static bool far(const core_lane *lane) { return lane->slow > 1 && lane->streamed < STREAMED; }
 
-// Copies into the stage. Where the caches of the ranks that read it are far, as in another socket or another complex of
-// cores, plain stores wait until these have let each line go (2 GB/s were seen, and 10 where they are near), and it is
-// quicker to store past all caches; where they are near it is slower. Threads move, so it is measured again and again;
-// one slow store may be due to another process.
+// Copies into the stage. If the caches of the reading ranks are far, as in another socket or another complex of cores,
+// plain stores wait until these caches have released each line: 2 GB/s were seen, and 10 GB/s with near caches. Stores
+// past all caches are then faster; with near caches they are slower. Threads move, so the speed is measured repeatedly;
+// another process may be the cause of one slow store.
 static void put(core_lane *lane, uint8_t *to, const uint8_t *from, uint64_t nbytes) {
     if (nbytes < TIMED_BYTES) {
         memcpy(to, from, nbytes);
@@ -315,7 +315,7 @@ static void put(core_lane *lane, uint8_t *to, const uint8_t *from, uint64_t nbyt
     }
 }
 
-// Copies the pieces of portion `j` that others take into the stage; false while there is no room.
+// Copies the pieces of portion `j` that other ranks take into the stage; false if there is no room.
 static bool fill(core_lane *lane, core_op *op, uint64_t j) {
     uint64_t item = itemsize(op), stride = op->piece * item, first = j * op->piece;
     bool parts = has_parts(lane, op);
@@ -346,7 +346,7 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
 }
 
 void way_begin(core_lane *lane, core_op *op) {
-    bool private = op->in_at.segment == CORE_NOWHERE;  // else it may be done in place
+    bool private = op->in_at.segment == CORE_NOWHERE;  // else the operation may run in place
     if (private && op->kind != CORE_ALLTOALL && lends(lane, op, lane->rank)) op->filled = fill(lane, op, 0);
 }
 
@@ -366,7 +366,7 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
             }
             lane->sources[q] = at;
         }
-        bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else its tensor is left alone
+        bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else its tensor is not written
         uint8_t *lent = lane->stage + lane->places[(op->base + j) % PLACES] + me * op->piece * item;
         bool copied = keeps && far(lane);
         lane->targets[0] = copied ? mine : lent;
@@ -400,7 +400,7 @@ static enum outcome take_results(core_lane *lane, core_op *op, uint64_t j, unsig
 static enum outcome step_in_portions(core_lane *lane, core_op *op, unsigned *who) {
     bool halves = op->way == HALVES;
     unsigned me = lane->rank;
-    *who = lane->slowest;  // where there is no room to fill
+    *who = lane->slowest;  // if there is no room to fill
     uint64_t to_fill = !lends(lane, op, me) ? 0 : op->kind == CORE_ALLTOALL ? entry_of(lane, me, op)->rounds : op->rounds;
     if (op->filled < to_fill && op->filled < op->taken + AHEAD && fill(lane, op, op->filled)) {
         op->filled++;
@@ -411,7 +411,7 @@ static enum outcome step_in_portions(core_lane *lane, core_op *op, unsigned *who
         if (outcome == MOVED) op->reduced++;
         return outcome;
     }
-    // What it takes is written where its own part was: that must be in the stage by then.
+    // The taken data overwrite this rank's own part, which must be in the stage by then.
     uint64_t may_take = halves ? op->reduced : op->filled < to_fill ? op->filled : op->rounds;
     if (op->taken < may_take && (!takes(op, me) || reached(lane, op, halves, op->taken, who))) {
         enum outcome outcome = MOVED;
@@ -443,7 +443,7 @@ static void work_in_place(core_lane *lane, core_op *op, uint64_t first, uint64_t
             if (op->kind == CORE_REDUCE) lane->targets[0] = lane->targets[op->root];
             reduce(lane, op, op->kind == CORE_REDUCE ? 1 : lane->ranks, lane->ranks, n, lane->ranks);
             break;
-        case CORE_SCAN:  // from the last rank on: what the others still need is not written before
+        case CORE_SCAN:  // from the last rank on, since the results of later ranks need the inputs of earlier ones
             for (unsigned q = 0; q < lane->ranks; q++) lane->sources[q] = lane->windows[q] + first * item;
             for (unsigned q = lane->ranks; q-- > 1;) {
                 lane->targets[0] = (void *)lane->sources[q];
@@ -488,7 +488,7 @@ static enum outcome step_in_place(core_lane *lane, core_op *op, unsigned *who) {
         op->taken += n;
         if (first + n == last) {
             op->reduced = 1;
-            lane_consume(lane, op->base + 1);  // the others may go on, as far as this rank is concerned
+            lane_consume(lane, op->base + 1);  // this rank no longer needs the others' tensors
         }
         return MOVED;
     }

@@ -1,4 +1,4 @@
-// Beside the core in a Python module that was built with CORE_STOPS: the process signals itself at one of its stops.
+// For a Python module that was built with CORE_STOPS: the process sends itself a signal at one of its stops.
 #include <signal.h>
 
 #include "../lane.h"
@@ -6,7 +6,7 @@
 static _Atomic int armed = -1, left;
 static int number;
 
-// Has the process get signal `with` when it comes to `place` for the `hits`th time from now on.
+// Lets the process send itself signal `with` when it reaches `place` for the `hits`th time from now on.
 __attribute__((visibility("default"))) void core_stop_at(int place, int hits, int with) {
     number = with;
     atomic_store(&left, hits);

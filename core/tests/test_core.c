@@ -1,9 +1,9 @@
-// Random operations among threads that stand for ranks, compared with what one thread computes from all inputs.
+// Random operations among threads that stand for ranks, compared with the results that one thread computes.
 //
 //     test_core [seed [operations]]
 //
-// In a second round of each, one rank gives the lane up somewhere: then every operation of every rank ends all the same.
-// Where the first rank chooses the order, ranks refuse operations, and tell the others.
+// In a second round of each, one rank abandons the lane at some point: every operation of every rank still ends. If the
+// first rank chooses the order, ranks refuse operations and notify the others.
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -34,7 +34,7 @@ typedef struct {
     int differs;  // the rank that brings another fingerprint, or -1
     int refuser;  // the rank that refuses it where the lane is led, or -1
     int unlike;   // the rank that only compares, or brings another `like`, or -1
-    _Atomic bool refused;        // all are told
+    _Atomic bool refused;        // true if all ranks are notified
     _Atomic unsigned done, not;  // on how many ranks it was done, and was not
 } spec_t;
 
@@ -42,7 +42,7 @@ static unsigned ranks;
 static rank_t rank[MOST_RANKS];
 static spec_t *specs;
 static unsigned operations, all_operations;
-static unsigned leaver, leaves_after;  // the rank that gives up, once it has seen so many operations through
+static unsigned leaver, leaves_after;  // the rank that abandons the lane, and the number of operations before
 static bool led;      // the first rank chooses the order, the others submit in any
 static _Atomic unsigned finished;  // ranks: those that refused something drive on until all have
 static bool engines;  // threads of their own drive the lanes, and the ranks mostly wait
@@ -128,7 +128,7 @@ static void make_specs(uint64_t seed) {
         for (unsigned r = 0; r < ranks; r++) {
             uint64_t left = s->count;
             for (unsigned q = 0; q < ranks; q++) {
-                // Of reduce_scatter and allgather all ranks know the counts; those of alltoall differ.
+                // All ranks know the counts of a reduce_scatter and an allgather; the counts of an alltoall differ.
                 uint64_t part = s->kind == CORE_ALLTOALL ? next(&seed) % (s->count / ranks + 1)
                                 : r > 0                  ? s->sent[0][q]
                                 : q + 1 < ranks          ? next(&seed) % (left + 1)
@@ -175,7 +175,7 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     f->in = f->window && slot < 6 ? rank[me].segment + at : malloc(brought * item + 16);
     f->window = f->window && slot < 6;
     bool in_place = s->kind == CORE_ALLREDUCE || s->kind == CORE_REDUCE || s->kind == CORE_SCAN || s->kind == CORE_BROADCAST;
-    // A reduction may leave its input alone; then nobody else is told where that lies.
+    // A reduction may leave its input unchanged; then no other rank knows the place of the input.
     bool apart = !f->window && s->seed % 3 == 0 && (s->kind == CORE_ALLREDUCE || s->kind == CORE_SCAN || (s->kind == CORE_REDUCE && s->root == me));
     f->out = in_place && !apart ? f->in : malloc(gives * item + 16);
     for (uint64_t i = 0; i < brought; i++) store(f->in, s->dtype, i, value_of(s, me, i));
@@ -193,7 +193,7 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     if (!core_op_valid(&f->op, ranks)) abort();
 }
 
-// Refuses it, and tells the others, who do so too.
+// Refuses the operation, and notifies the others, which refuse it too.
 static void refuse(unsigned me, flight_t *f) {
     if (f->heard) return;
     f->heard = true;
@@ -235,7 +235,7 @@ static void let_go(flight_t *f) {
     if (!f->window) free(f->in);
 }
 
-// Returns false where it was given up.
+// Returns false if the lane was abandoned.
 static bool check(unsigned me, flight_t *f) {
     spec_t *s = &specs[f->number];
     bool refused = core_op_state(&f->op) == CORE_REFUSED, differ = s->differs >= 0 || s->unlike >= 0 || refused;
@@ -320,7 +320,7 @@ static void *run(void *number) {
 
 static void told(void *context, core_op *op) { (void)context, (void)op; }
 
-// Has `ranks` threads make all operations; `leaver` gives up on the way, where there is such a rank.
+// Runs all operations in `ranks` threads; `leaver`, if there is such a rank, abandons the lane in between.
 static void play(void) {
     pthread_t threads[MOST_RANKS];
     finished = 0;

@@ -4,12 +4,12 @@
 //     test_engine_model scenario preemptions
 //
 // Each thread is a coroutine. Before each access to an atomic, and at mutexes, futexes and the clock, the scheduler may
-// have another thread go on; all its choices are tried, depth first, by running the scenario anew. A choice that is not
-// forced costs one preemption: another thread, a sleep that ends early, time that passes at a look at the clock, or a
-// store that other threads see late. The clock stands still meanwhile; it jumps when nobody else can go on.
+// continue another thread. All its choices are tried, depth first, by repeated runs of the scenario. A choice that is
+// not forced costs one preemption: another thread, a sleep that ends early, time that passes at a look at the clock, or
+// a store that other threads see late. The clock stands still meanwhile, and jumps when no thread can continue.
 //
-// What must hold: no operation is left over where everybody sleeps without a time limit; each is told of exactly once;
-// the engine stops; nobody touches a lane that was removed.
+// The checked properties: no operation is pending while all threads sleep without a time limit; the end of each
+// operation is reported exactly once; the engine stops; no thread uses a lane that was removed.
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -38,8 +38,8 @@ typedef struct {
     void *argument;
     enum state { READY, ASLEEP, LOCKED, JOINING, OVER } state;
     const void *at;    // the futex, the mutex or the thread that it waits for
-    uint64_t until;    // 0: for ever
-    struct { void *to; uint64_t value; size_t nbytes; } late[LATE];  // stores that nobody else sees yet
+    uint64_t until;    // 0: without a limit
+    struct { void *to; uint64_t value; size_t nbytes; } late[LATE];  // stores that other threads do not see yet
     unsigned stored;
 } thread;
 
@@ -54,7 +54,7 @@ static unsigned scenario, allowed, used, depth, steps;
 static struct { uint16_t chosen, among; bool costs; } path[DEPTH];
 static unsigned replayed;
 static uint64_t executions;
-static const void *removed[2];  // from, to: nobody touches this any more
+static const void *removed[2];  // from, to: memory that no thread may use any more
 
 static void tell(const char *what) {
     fprintf(stderr, "scenario %u, %u preemptions: %s\n", scenario, used, what);
@@ -91,7 +91,7 @@ static void switch_to(unsigned next) {
     swapcontext(&world.threads[before].context, &world.threads[next].context);
 }
 
-// Has another thread go on, since this one cannot, or waits for what others do.
+// Continues another thread, since this one cannot continue, or waits for the others.
 static void yield(void) {
     thread *me = &world.threads[world.current];
     store_late(me);
@@ -115,7 +115,7 @@ static void yield(void) {
     }
 }
 
-// Another thread may go on here; one that sleeps for some time may have slept long enough.
+// Another thread may continue here; the sleep of a thread with a time limit may end.
 static void point(const void *at) {
     if (at >= removed[0] && at < removed[1]) tell("a lane is touched that was removed");
     if (++steps > DEPTH) tell("it goes on for ever");
@@ -169,7 +169,7 @@ static thread *spawn(void *(*run)(void *), void *argument) {
 
 static void fence(void) { store_late(&world.threads[world.current]); }
 
-// Reads what this thread stored last, though nobody else may see it yet.
+// Reads the last store of this thread, although other threads may not see it yet.
 static void read_word(const void *from, void *to, size_t nbytes) {
     point(from);
     const thread *me = &world.threads[world.current];
@@ -349,13 +349,13 @@ static void play(side *me) {
     unsigned rank = me == sides ? 0 : 1;
     core_op *first;
     switch (scenario) {
-        case 0:  // one meeting, then one in place, of which each is awaited
+        case 0:  // an operation of one meeting, then one in place; each is awaited
             await(issue(me, 0, CORE_BARRIER), CORE_DONE);
             break;
         case 1:
             await(issue(me, 0, CORE_ALLREDUCE), CORE_DONE);
             break;
-        case 2:  // two in flight; the loop looks once more, and tells nobody that it has
+        case 2:  // two in flight; the loop looks once more, without a notice
             first = issue(me, 0, CORE_ALLREDUCE);
             issue(me, 0, CORE_BARRIER);
             core_lane_advance(me->lanes[0], 20000);
@@ -367,14 +367,14 @@ static void play(side *me) {
             await(issue(me, 0, CORE_ALLREDUCE), CORE_DONE);
             break;
         case 4:  // another lane waits meanwhile
-        case 7:  // an engine listens for it, and what is submitted then is heavy
+        case 7:  // an engine listens for it, and the next operation is heavy
             if (rank == 0) first = issue(me, 1, CORE_BARRIER);
             if (rank == 0 && scenario == 7) rest();
             await(issue(me, 0, CORE_ALLREDUCE), CORE_DONE);
             if (rank == 1) first = issue(me, 1, CORE_BARRIER);
             await(first, CORE_DONE);
             break;
-        case 5:  // one gives up what the other one waits for
+        case 5:  // one rank abandons the lane while the other one waits
             if (rank == 1) core_lane_abandon(me->lanes[0]);
             else await(issue(me, 0, CORE_BARRIER), CORE_ABANDONED);
             break;
@@ -398,7 +398,7 @@ static void *be_rank(void *context) {
     for (unsigned i = 0; i < lanes; i++) core_engine_add(me->engine, me->lanes[i]);
     play(me);
     finished++;
-    // While others need what this rank has under way its engine goes on.
+    // While other ranks need the operations of this rank, its engine continues.
     while (finished < RANKS) sleep_at(&finished, 0, ASLEEP);
     wake_at(&finished, ASLEEP);
     core_engine_stop(me->engine);

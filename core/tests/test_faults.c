@@ -1,9 +1,8 @@
-// What other ranks may do to one: write nonsense, stop, die. Built with CORE_STOPS.
+// Faults of other ranks: they write nonsense, stop, or die. Built with CORE_STOPS.
 //
 //     test_faults fuzz seed rounds    a lane among ranks whose blocks are random words: nothing is read or written but
 //                                     what is mapped (an address sanitizer looks)
-//     test_faults stops ranks         processes of which one stops, and goes on, or dies, at each place where core_stop
-//                                     is called
+//     test_faults stops ranks         one of several processes stops and continues, or dies, at each call of core_stop
 //     test_faults soak operations     two processes; says by how many KiB a rank grew in the second half of them
 #include <errno.h>
 #include <sched.h>
@@ -27,7 +26,7 @@ struct segment {
 
 static struct shared {
     struct segment segments[MOST_RANKS];
-    _Atomic unsigned dead;  // 1 + the rank of which all were told that it is gone
+    _Atomic unsigned dead;  // 1 + the rank whose end was reported to all
 } *shared;
 static struct segment *segments[MOST_RANKS];
 static unsigned ranks, rank, stopped, stop_at, hits_left;
@@ -170,7 +169,7 @@ void core_stop(enum stop place) {
         raise(dies ? SIGKILL : SIGSTOP);
 }
 
-// Advances until `op` ends, as an engine does that was told of a death.
+// Advances until `op` ends, as an engine does after the report of a death.
 static unsigned wait_for(const core_op *op) {
     while (core_op_state(op) == CORE_PENDING) {
         unsigned dead = atomic_load(&shared->dead);
@@ -180,7 +179,7 @@ static unsigned wait_for(const core_op *op) {
     return core_op_state(op);
 }
 
-// Sums of what is short, staged, lent in portions, and in place, one after the other and many at a time.
+// Sums of data that are short, staged, lent in portions, and in place, one after the other and many at a time.
 static void work(void) {
     static const uint64_t counts[OPS] = {3, 90, 2000, 20000, 20000, 500, 20000, 7};
     static const bool windows[OPS] = {0, 0, 0, 0, 1, 0, 1, 0};
@@ -226,7 +225,7 @@ static void soak(unsigned operations) {
     EXPECT(end.ru_maxrss == half.ru_maxrss, "grew by %ld KiB", end.ru_maxrss - half.ru_maxrss);
 }
 
-// Runs all ranks as processes; a rank that stops goes on, of one that dies all are told. Returns whether that was seen.
+// Runs all ranks as processes. A stopped rank continues later; a death is reported to all. Returns true if it was seen.
 static bool run(unsigned operations) {
     int file = memfd_create("segments", MFD_CLOEXEC);
     EXPECT(file >= 0 && ftruncate(file, sizeof *shared) == 0, "no memory: %s", strerror(errno));

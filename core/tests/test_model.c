@@ -2,11 +2,11 @@
 //
 //     test_model ranks sequences seed
 //
-// A step is one call of one rank: it submits its next operation, advances its lane by one step, gives up, or is told of a
-// death. From each state of all ranks' memory every step is tried; a state that was seen before is not entered again.
-// What must hold: results are right and alike; a state from which no step leads has every operation ended; no state
-// comes back; what is free for reuse is overwritten at once, so that who reads it all the same gets wrong results, and
-// who writes it is seen. Built with few entries and places, and with portions of some bytes.
+// A step is one call of one rank: it submits its next operation, advances its lane by one step, abandons the lane, or
+// gets a report of a death. From each state of all ranks' memory every step is tried; known states are not entered
+// again. The checked properties: results are right and alike; every operation has ended in a state without a next step;
+// no state occurs again. Memory that is free for reuse is overwritten immediately: a rank that reads it gets wrong
+// results, and a write is detected. Built with few entries and places, and with portions of some bytes.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -97,14 +97,14 @@ static void *model_aligned_alloc(size_t alignment, size_t nbytes) {
     return model_calloc(1, nbytes);
 }
 
-// Nobody sleeps here.
+// No thread sleeps here.
 void core_doorbell_ring(core_doorbell *doorbell) { (void)doorbell; }
 void core_event_write(int event) { (void)event; }
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds) { (void)word, (void)value, (void)nanoseconds; }
 void core_word_wake(_Atomic uint32_t *word) { (void)word; }
 static void ended(void *context, core_op *op) { (void)context, (void)op; }
 
-// Says what was played, and the steps that led here.
+// Prints the scenario, and the steps that led here.
 static void tell(void) {
     fprintf(stderr, "%u ranks, mode %d, rank %u of them special, operations", ranks, (int)mode, leaver);
     for (unsigned i = 0; i < ops; i++)

@@ -1,4 +1,4 @@
-// Records of many sizes between two threads that stand for ranks, both ways at once; and what no rank should write.
+// Records of many sizes between two threads that stand for ranks, in both directions, and invalid records.
 //
 //     test_rings [records]
 #include <pthread.h>
@@ -53,7 +53,7 @@ static void reset(void) {
     memset(ring, 0, sizeof ring);
 }
 
-// What the other rank has overwritten is found before anything behind its ring is read.
+// An overwritten record is detected before memory after the ring is read.
 static void overwritten(void) {
     core_rings writer = of(0), reader = of(1);
     core_record record, wrong[] = {{.kind = 1, .size = RING_BYTES}, {.kind = 1, .size = UINT64_MAX}, {.kind = 1, .size = 100}, {.kind = 0}};
