@@ -232,6 +232,17 @@ class LoopWork(_core.Pacer):
                 self._change_pace(_IDLE, _PARKED)
                 alarm.ring()
 
+    def stir(self) -> None:
+        """Let libraries make progress for a moment without a request, since another rank may wait for that."""
+        if transport_lock.acquire(False):  # else a thread polls now
+            try:
+                for poller in self._pollers:
+                    if (stir := getattr(poller, "stir", None)) is not None:
+                        stir()
+                self.ensure_polled()
+            finally:
+                transport_lock.release()
+
     def unpin(self) -> bool:
         """Remove this object from `held`, since nothing is pending. Return False if work is pending again.
 

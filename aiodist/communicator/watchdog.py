@@ -136,6 +136,7 @@ class Watch(Quiet):
         if not any(member.pending for member in self.members.values()):
             return
         self.keep_watch()
+        self.progress.stir()
         now = self.inquiry.now()
         for member in list(self.members.values()):
             member.look(now)

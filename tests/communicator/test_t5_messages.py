@@ -184,3 +184,15 @@ async def test_t5_messages_end_with_the_communicator(coll: Communicator) -> None
     other.abort("enough")
     with pytest.raises(Exception, match="enough"):
         await turn
+
+
+@pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo", "shm"))
+async def test_t5_short_sends_end_while_the_other_rank_waits_in_a_collective(coll: Communicator) -> None:
+    """The library of the messages may make progress only in calls, and the collective waits in shared memory."""
+    if coll.rank == 0:
+        for number in range(200):
+            await coll.send(torch.full((8,), number), 1, tag=7, timeout=20)
+    await coll.barrier()
+    if coll.rank == 1:
+        for number in range(200):
+            assert (await coll.recv(torch.empty(8, dtype=torch.int64), 0, tag=7)).tolist() == [number] * 8

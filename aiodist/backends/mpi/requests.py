@@ -14,6 +14,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
 
 _WINDOW = 64  # requests that one poll tests
+_STIR_SECONDS = 0.25  # longer than the pause between two looks of the watch
 address = MPI.buffer.fromaddress
 
 
@@ -30,9 +31,15 @@ class Requests:
         self._requests: list[MPI.Request] = []
         self._done: list[Done] = []
         self._misses = 0
+        self._stirred_until = 0.0
+        """Time of `perf_counter` until which it makes progress without a request; 0 if it does not."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._requests) or self._stirred_until > 0
+
+    def stir(self, seconds: float = _STIR_SECONDS) -> None:
+        """Make progress for so long without a request: a short message of another rank may wait for it."""
+        self._stirred_until = perf_counter() + seconds if seconds and self.left is None else 0.0
 
     def track(self, request: MPI.Request, done: Done, nbytes: int) -> None:
         if nbytes >= LARGE_BYTES:
@@ -46,6 +53,7 @@ class Requests:
         The memory of the requests is free, since only MPI calls move data.
         """
         self.left = error
+        self.stir(0)
         ended, self._requests, self._done = self._done, [], []
         self.progress.remove_poller(self)
         tell((done, again(error)) for done in ended)
@@ -53,7 +61,7 @@ class Requests:
     def poll(self, until: float = 0.0) -> bool:
         requests = self._requests
         if not requests:
-            return False
+            return self._poll_without_request()
         if len(requests) == 1:
             test = requests[0].Test
             try:
@@ -80,6 +88,13 @@ class Requests:
         self._misses = 0
         self._finish([(i, None) for i in indices])
         return True
+
+    def _poll_without_request(self) -> bool:
+        if self._stirred_until:
+            MPI.COMM_WORLD.Iprobe()  # MPICH makes no progress for a probe of COMM_SELF
+            if perf_counter() > self._stirred_until:
+                self.stir(0)
+        return False
 
     def _test_each(self) -> bool:
         ended: list[tuple[int, MPI.Exception | None]] = []

@@ -116,6 +116,7 @@ class MpiTransport:
         elif drained:
             await in_thread(self._pipeline.comm.Free)
             await in_thread(self._comm.Free)
+            self._requests.stir(0)
             if self._owns_requests and not len(self._requests):  # a split may still have requests in flight
                 self._progress.remove_poller(self._requests)
         else:
