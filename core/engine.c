@@ -1,7 +1,7 @@
 // The engine: one thread of a process that drives lanes while no other thread does.
 //
 // A thread that waits for an operation drives its lane for some microseconds itself, and an active loop does so in every
-// iteration. The engine skips lanes that were driven recently. After a poll of all lanes, the engine
+// iteration. The engine skips lanes that were driven recently. After a poll, its action depends on the lanes:
 //
 //     an operation advanced         polls again
 //     it waits for other ranks      polls for `spin` more, then LISTENS: a rank that writes to its block wakes it

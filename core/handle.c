@@ -247,7 +247,7 @@ static PyObject *handle_look(Handle *self, PyObject *none) {
 // Drives the lane for as long as an await would, without the GIL; true if the operation has ended.
 static bool drive_alone(const Handle *self, Lane *lane) {
     const Pacer *pacer = (const Pacer *)self->progress;
-    core_engine *engine = lane->engine->engine;  // a forked child has none, and must not drive its parent's lanes
+    core_engine *engine = lane->engine->engine;  // NULL in a forked child, which must not drive its parent's lanes
     if (lane->closed || engine == NULL) return core_op_state(&self->native) != CORE_PENDING;
     uint64_t until = core_now() + looks_for(pacer, engine), heavy = heavy_bytes(pacer);
     bool crowded = pacer->crowded;
