@@ -36,7 +36,7 @@ typedef struct {
     PyObject_HEAD
     _Atomic(core_op *) ended;    // operations whose `done` is due, the newest first; any thread pushes, one takes all
     _Atomic(core_op *) settled;  // ended operations of handles, the newest first
-    // True if the end of an operation must wake the loop by `event`. False while the loop's own thread drives lanes, since
+    // True if the end of an operation must wake the loop by `event`. False while the loop's own thread drives lanes, as
     // it looks afterwards, and after a wake-up that the loop has not handled yet.
     _Atomic bool sleeps;
     _Atomic bool wants;          // a lane waits for a segment

@@ -45,7 +45,7 @@ class Handle(_core.Handle, Generic[T]):
     Any number of tasks may await a handle, also after its operation is done. Cancelling an await does not stop the
     operation: its buffers stay in use until the end, and awaiting the handle again returns the result.
 
-    An operation is pending first. Then the operation returns, raises or is withdrawn, once.
+    An operation is pending first. Later it returns, raises or is withdrawn, once.
 
     ```python
     handle = coll.allreduce(torch.ones(4))  # starts here
