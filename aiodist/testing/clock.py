@@ -29,6 +29,7 @@ from aiodist.handles.polling import Pace, transport_lock
 from aiodist.handles.progress import Progress
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
 from aiodist.handles.waiting import is_waiting, library_checks
+from aiodist.watch.stillness import thread_at_work
 
 if TYPE_CHECKING:
     from aiodist.handles import Handle
@@ -239,8 +240,28 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._quiet_since = loop.now
         if loop.returning:  # as above
             return self._grace(GRACE_SECONDS)
-        loop.deadlocked()
+        if not self._threads_ended():
+            loop.deadlocked()
         return []
+
+    def _threads_ended(self) -> bool:
+        """Wait, in real time, for threads that keep ranks from being stalled; return True if there were some.
+
+        The watch checks again after they have ended. Return False if one of them is at work after all that time.
+        """
+        progress = self._loop.progress
+        if not (any(self._pending()) and thread_at_work(progress)):
+            return False
+        until = monotonic() + _LAST_GRACE_SECONDS
+        while monotonic() < until:
+            self._wait(GRACE_SECONDS)
+            if self._loop.ready or not thread_at_work(progress):
+                return True
+        return False
+
+    def _pending(self) -> list[int]:
+        """Return for each communicator the number of operations in flight."""
+        return [len(dispatcher.lifetime.pending()) for dispatcher in Dispatcher.of_loop(self._loop)]
 
     def _give_time(self, timeout: float, due: float | None) -> list[tuple[selectors.SelectorKey, int]] | None:
         """Let those who watch for stalls look before the program's timer is due; None: they have had their time."""
@@ -250,8 +271,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             if events or loop.ready or loop.executing:
                 return events
             self._quiet_since = loop.now  # for them it was at work: their time begins anew
-        known = [(dispatcher.oplog.seq, len(dispatcher.lifetime.pending())) for dispatcher in Dispatcher.of_loop(loop)]
-        seen = sum(issued for issued, _ in known), sum(pending for _, pending in known)
+        seen = sum(dispatcher.oplog.seq for dispatcher in Dispatcher.of_loop(loop)), sum(self._pending())
         if seen != self._seen:  # some rank has got further
             self._seen, self._quiet_since = seen, loop.now
         if loop.now - self._quiet_since < _QUIET_SECONDS:

@@ -59,14 +59,14 @@ def why_not_stalled(progress: Progress, channel: Channel) -> str:
         return "its loop has set a timer"
     if any(others):
         return "its loop waits for a file, a socket or a signal"
-    if thread := _thread_at_work(progress):
+    if thread := thread_at_work(progress):
         return thread
     if any(_may_wake(_signal.getsignal(number)) for number in _NUMBERS):
         return "a signal handler of the program may wake it"
     return ""
 
 
-def _thread_at_work(progress: Progress) -> str:
+def thread_at_work(progress: Progress) -> str:
     """Return the name and line of a thread that may wake this rank, or "" if all threads wait in aiodist.
 
     Threads are checked twice, since one may have woken another one after its check.

@@ -31,6 +31,7 @@ from aiodist.communicator import parts_of
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.compat.requests import block_on
 from aiodist.handles import LARGE_BYTES
+from aiodist.handles.waiting import Waiting
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
 from aiodist.watch.graph import locked
@@ -153,16 +154,16 @@ def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone(tmp_path: Pa
 
 
 class _Dawdling(ThreadPoolExecutor):
-    """Its workers are late to go back to their queue: they have told the loop, and are at work still."""
+    """Its workers are late to go back to their queue: they have notified the loop, and still are in `block`."""
 
-    def __init__(self, looks: Looks) -> None:
+    def __init__(self, block: Callable[[], object]) -> None:
         super().__init__(thread_name_prefix="asyncio_")
-        self._looks = looks
+        self._block = block
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         def work() -> Any:
             result = fn(*args, **named)
-            future.add_done_callback(lambda _: self._looks.block())
+            future.add_done_callback(lambda _: self._block())
             return result
 
         future = super().submit(work)
@@ -175,16 +176,39 @@ def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock(tmp_path: Path) ->
         async with aiodist.init() as coll:
             with Looks(coll, tmp_path) as looks:
                 if coll.rank == 0:
-                    asyncio.get_running_loop().set_default_executor(_Dawdling(looks))
-                    told = threading.Event()
-                    working = asyncio.create_task(asyncio.to_thread(told.wait, 10))
-                    await asyncio.sleep(0)  # the loop is notified first
-                    told.set()
-                    await working
+                    await _dawdle(looks.block)
                 with pytest.raises(aiodist.AiodistError, match="deadlock"):
                     await coll.recv(src=1 - coll.rank)
 
     run_ranks(2, main)
+
+
+async def _dawdle(block: Callable[[], object]) -> int:
+    """Let a worker notify the loop and then enter `block`; return the worker's number."""
+    asyncio.get_running_loop().set_default_executor(_Dawdling(block))
+    told = threading.Event()
+    working = asyncio.create_task(asyncio.to_thread(lambda: told.wait(10) and threading.get_ident()))
+    await asyncio.sleep(0)  # the loop is notified first
+    told.set()
+    return await working
+
+
+def test_w4_a_thread_with_a_limited_wait_hides_no_deadlock() -> None:
+    """The virtual clock gives it real time to end, since a rank is not stalled before."""
+    looked = threading.Event()
+
+    def wait() -> None:
+        with Waiting(lambda: False, limited=True):
+            assert looked.wait(10)
+            threading.Event().wait(0.2)
+
+    async def main(coll: Communicator) -> None:
+        if coll.rank == 0:
+            threading.Thread(target=wait).start()
+            parts_of(coll).dispatcher.watch.observers.append(looked.set)
+        await coll.recv(src=1 - coll.rank)
+
+    assert _told(2, main).keys() == {0, 1}
 
 
 def _begin(coll: Communicator) -> aiodist.Handle[Any]:
