@@ -20,6 +20,7 @@ from aiodist.communicator.agreement import Agreement
 from aiodist.communicator.claims import Claim, acquire
 from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.communicator.issued import Issued
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.lifetime import Lifetime
 from aiodist.communicator.names import Named, Names
@@ -93,7 +94,7 @@ class Dispatcher:
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
         self._observer: OperationObserver | None = None
         place, progress = (name, transport.rank), self.progress
-        self.failures = Failures(name, channel, ranks, transport, self.oplog, self.operations, self.recent)
+        self.failures = Failures(name, channel, ranks, transport)
         self.settlement = Settlement(place, progress, self.operations, self.failures.ends_alone, threads=thread)
         watch = Watch.of(progress, channel)
         self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch)
@@ -118,7 +119,8 @@ class Dispatcher:
     def _connect(self) -> None:
         """Give the parts references to one another."""
         failures, lifetime, within = self.failures, self.lifetime, self.repertoire.within
-        failures.names, failures.settlement, failures.within = self.names, self.settlement, within
+        failures.issued = Issued(self.oplog, self.operations, self.recent, self.names)
+        failures.settlement, failures.within = self.settlement, within
         failures.abort_here = lifetime.abort
         self.watchdog.uses, self.watchdog.abort = self.names.uses, lifetime.abort_everywhere
         lifetime.subscriptions += [failures.close, self.names.unsubscribe]

@@ -16,7 +16,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from aiodist.backends.base import NAMED, Refused, Transport, again, key_of
+from aiodist.backends.base import Refused, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.conversation import (
@@ -33,9 +33,9 @@ from aiodist.communicator.conversation import (
     Statement,
     Verdict,
 )
-from aiodist.communicator.names import Names
-from aiodist.communicator.operation import CommunicatorOperation, Pending, State, When
-from aiodist.communicator.oplog import Latest, OpLog
+from aiodist.communicator.issued import Issued
+from aiodist.communicator.operation import CommunicatorOperation, State, When
+from aiodist.communicator.oplog import Latest
 from aiodist.communicator.settlement import Settlement
 from aiodist.control import HUB, Channel, ChannelClosed, name_ranks
 from aiodist.control.thread import settle_soon
@@ -48,7 +48,7 @@ from aiodist.errors import (
     PeerError,
     RemoteError,
 )
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Progress
 
 _FINAL = (CommunicatorError, PeerError, asyncio.CancelledError)
 """Errors that need no conversation: the communicator was aborted, or the operation was withdrawn."""
@@ -63,7 +63,7 @@ class Failures:
     class.
     """
 
-    names: Names
+    issued: Issued
     settlement: Settlement
     within: ShmNative | None
     abort_here: Callable[[AiodistError], None]
@@ -75,14 +75,8 @@ class Failures:
         channel: Channel,
         ranks: Sequence[int],
         transport: Transport,
-        oplog: OpLog,
-        operations: Pending,
-        recent: dict[int, Traffic],
     ) -> None:
-        """`ranks` are the world ranks of the communicator, in order.
-
-        `recent` has the messages of the communicator's operations.
-        """
+        """`ranks` are the world ranks of the communicator, in order."""
         self.to_fail: Latest[None] = Latest()
         """Numbers that this rank stated not to have issued.
 
@@ -95,9 +89,6 @@ class Failures:
         self._rank = self._ranks.index(channel.rank)
         self._transport = transport
         self._progress = Progress.current()
-        self._oplog = oplog
-        self._operations = operations
-        self._recent = recent
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
         """Held for each event of the conversations, and for the question if this rank has issued a number."""
@@ -177,11 +168,9 @@ class Failures:
         """Stop the operation on this rank, and make the statement about it."""
         if number in self._stated:
             return
-        if isinstance(one := self._operations.collective(number), Handle):
-            one.done()  # a lane may have passed the operation to a program, which can be stopped
-        use, operation = self.names.find(number), self._operation(number)
-        traffic = self._stated[number] = (self._recent.get(number) if use is None else use.traffic) or Traffic()
-        self.names.hold(number)
+        operation = self.issued.operation(number, look=True)
+        traffic = self._stated[number] = self.issued.traffic(number)
+        self.issued.names.hold(number)
         bound, begun = False, traffic.begun
         if operation is not None:
             # A failed native call counts too, since the library is in an unknown state.
@@ -192,7 +181,7 @@ class Failures:
             operation.stopped = True
             operation.decide(Differ(number))
         self._refuse(number, traffic)
-        statement = Statement(*self._issued(number), True, cause, error, begun, bound)
+        statement = Statement(*self.issued.description(number), True, cause, error, begun, bound)
         self._do(self._conversations.state, number, statement)
 
     def _refuse(self, number: int, traffic: Traffic) -> None:
@@ -209,7 +198,7 @@ class Failures:
             self._aborting = True
             self._progress.post(partial(self._told_abort, sent))
         elif number < 0 and self._asker(number) != self._rank:
-            self._send(number, self._last_issued())
+            self._send(number, Statement(self.issued.last(), issued=False))
         else:
             self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
 
@@ -217,7 +206,7 @@ class Failures:
         """Make this rank's statement about an operation that failed on another rank (listener thread)."""
         with self._lock:
             self.to_fail[number] = None  # first: the program may issue `number` now, and then waits for the lock
-            issued = self.names.has_issued(number) if number >= NAMED else number < self._oplog.seq
+            issued = number in self.issued
             if issued:
                 del self.to_fail[number]
             else:
@@ -226,11 +215,7 @@ class Failures:
         if issued:
             self._progress.start_from_thread(partial(self._state, number))
         else:
-            self._do(self._conversations.state, number, self._last_issued())
-
-    def _last_issued(self) -> Statement:
-        last = self._oplog.last()
-        return Statement("" if last is None else last.text(), issued=False)
+            self._do(self._conversations.state, number, Statement(self.issued.last(), issued=False))
 
     def note_exits(self, *, clean: bool = False) -> None:
         """Note the lost ranks in the order of the control channel, with `clean` also the ranks that left."""
@@ -262,7 +247,7 @@ class Failures:
                     else:
                         self._progress.start_from_thread(conclude)
                 case Clear(number):
-                    self._progress.start_from_thread(partial(self.names.release, number))
+                    self._progress.start_from_thread(partial(self.issued.names.release, number))
 
     def _asker(self, number: int) -> int:
         """Return the rank that asks about a failure outside the order."""
@@ -325,7 +310,7 @@ class Failures:
             return
         if verdict.abort and verdict.cause is not Cause.LOST:
             self._progress.post(partial(self._abort, number, verdict))
-        elif (operation := self._operation(number)) is not None:
+        elif (operation := self.issued.operation(number)) is not None:
             self._end(operation, verdict)
 
     def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
@@ -340,7 +325,7 @@ class Failures:
 
     def _abort(self, number: int, verdict: Verdict) -> None:
         """Abort the communicator, which cannot continue, then end the operation (loop's thread)."""
-        operation = self._operation(number)
+        operation = self.issued.operation(number)
         error = self._error(number, verdict, None if operation is None else operation.error)
         if isinstance(error, RemoteError):
             error = CommunicatorAborted(f"rank {verdict.rank}: {verdict.error}", comm=self._name)
@@ -352,18 +337,18 @@ class Failures:
     def _end_undrained(self, number: int) -> None:
         """End an operation whose messages another rank has not drained within the bound (loop's thread)."""
         self._timers.pop(number, None)
-        if (operation := self._operation(number)) is not None:
+        if (operation := self.issued.operation(number)) is not None:
             self._progress.with_lock(partial(self.settlement.end, operation, None, None))
 
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
         """Return the error that this rank raises, if its own part failed with `own`."""
-        called, rank = self._called(number), verdict.rank
+        called, rank = self.issued.title(number), verdict.rank
         own = None if isinstance(own, (Differ, Refused)) else own
         silent = f"{name_ranks(verdict.silent)} did not answer within {LIVENESS_SECONDS:g} s"
         if verdict.cause is Cause.MISMATCH and rank < 0:
             since = f" (out of step since #{verdict.since})" if 0 <= verdict.since < number else ""
             data = "; the output of the operation is unspecified" if verdict.begun else ""
-            later = self._issued(number)[0] if number in self._not_issued else ""
+            later = self.issued.description(number)[0] if number in self._not_issued else ""
             side = f"; rank {self._rank} has issued {later} since then" if later else ""
             return MismatchError(f"ranks disagree on {called}{since}: {verdict.sides}{side}{data}")
         if verdict.cause is Cause.LOST:
@@ -386,30 +371,6 @@ class Failures:
         while self._inquiries:
             _, (_, then) = self._inquiries.popitem()
             then(again(error))
-
-    # --- operations -----------------------------------------------------------------------------------------------
-
-    def _operation(self, number: int) -> CommunicatorOperation | None:
-        """Return the collective in flight with that number."""
-        if number >= NAMED:
-            use = self.names.find(number)
-            return None if use is None else use.operation
-        one = self._operations.collective(number)
-        return self._operations.take_over(one) if isinstance(one, Handle) else one
-
-    def _issued(self, number: int) -> tuple[str, int | None]:
-        """Return text and signature of an operation that this rank has issued."""
-        use = self.names.find(number)
-        record = self._oplog.find(number) if use is None else use.record
-        if record is None:
-            return "an operation that is no longer kept", None
-        return (record.text(), record.what.word) if use is None else (use.text(), record.what.word ^ use.edition)
-
-    def _called(self, number: int) -> str:
-        if number < NAMED:
-            return f"operation #{number}"
-        use = self.names.find(number)
-        return "a named operation" if use is None else f"operation {use.name!r} #{use.count}"
 
 
 def _text(error: BaseException) -> str:

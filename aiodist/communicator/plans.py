@@ -365,19 +365,20 @@ class Plans:
     def _plan_outside(self, call: Signature, op: ReduceOp | None, t: Tensor) -> Plan | None:
         """Return the plan of a call outside the lanes, or None if the device has none."""
         kind, numel = call.dtype, call.shape.numel()
+        nbytes = numel * kind.itemsize
         what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl)
         if call.device >= 0:
             queue = self._queue_of(call, self._repertoire) if call.kind == "allreduce" else None
             if queue is None:
                 return None
             stream = partial(Events.of(self._dispatcher.progress).issuing_stream, call.device)
-            return QueuePlan(what, t.nbytes, "nccl", queue, stream)
+            return QueuePlan(what, nbytes, "nccl", queue, stream)
         if call.kind == "allreduce" and self._size > 1:
             assert op is not None
             chosen = self._repertoire.pick(Wanted("allreduce", kind, op, numel), call.impl)
             if (start := chosen.plan_allreduce(kind, numel, op)) is not None:
-                return NativePlan(what, t.nbytes, chosen.name, start)
-        return ProgramPlan(what, t.nbytes)
+                return NativePlan(what, nbytes, chosen.name, start)
+        return ProgramPlan(what, nbytes)
 
     def _chosen(self, call: Signature, op: ReduceOp | None) -> bool:
         """Return True if the table or the call chooses shared memory."""
