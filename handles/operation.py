@@ -62,7 +62,7 @@ class Operation(Generic[T]):
 
     @property
     def is_pending(self) -> bool:
-        """True until the operation has ended. Unlike `Handle.done`, no sign that the program waits."""
+        """True until the operation has ended. Unlike `Handle.done`, a read is no sign that the program waits."""
         return self.handle._is_pending
 
     # --- the end ---------------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ class Primitives:
                 from_wire(o.out, given.out, given.op, self.ep.rank + 1 if o.kind == "scan" else self.ep.size)
 
     async def exchange(self, exchanges: Sequence[Exchange], ahead: Sequence[Transfer] = ()) -> None:
-        """Send and receive tensors, after the transfers `ahead`: in messages, or natively if all ranks can.
+        """Send and receive tensors, by messages, or natively if all ranks can. The transfers `ahead` start first.
 
         All ranks must know which tensors are on the CPU and which on CUDA devices.
         """

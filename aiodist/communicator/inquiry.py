@@ -77,7 +77,7 @@ class _RankEntry:
     loop_answer_to: int = 0
 
     def loop_answers(self, now: float) -> bool | None:
-        """Return True if the loop of the rank answers, None if the loop may still answer."""
+        """Return True if the rank's loop has answered, False if not in time, None if it may still answer."""
         if self.answer_to < 0:
             return None
         if self.answer_to <= self.loop_answer_to:

@@ -1,9 +1,10 @@
 """Plans: how calls with one signature start. A plan is made at the first call and kept.
 
 A plan starts an operation in one of four ways: in a lane of the compiled core, if all ranks share memory, by one native
-call of a library, by one call that queues on a device, or by a program. Calls with other arguments, such as a list or
-`out=`, have no plan. One rank may use a lane while another one uses a program, for a tensor of a subclass or in another
-thread. The shapes of an allgather may also differ. The lane finds both cases, and all ranks continue with the program.
+call of a library, by one call that queues on a device, or by a program. Calls with other arguments, such as a list,
+have no plan, and outside a lane none with `out=`. One rank may use a lane while another one uses a program, for a
+tensor of a subclass or in another thread. The shapes of an allgather may also differ. The lane finds both cases, and
+all ranks continue with the program.
 """
 
 from __future__ import annotations

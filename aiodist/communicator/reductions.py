@@ -331,6 +331,6 @@ def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
 
 
 async def _stopping(p: Primitives, said: Tensor) -> bool:
-    """Return True if any rank says so."""
+    """Return True if `said` is true on any rank."""
     (any_said,) = await operations.elementwise(p, [said], None, ReduceOp.MAX)
     return bool(any_said)

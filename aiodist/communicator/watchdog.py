@@ -446,7 +446,7 @@ class Watchdog:
         return self.uses().get(name, 0) if name else self._oplog.seq
 
     def _send(self, ranks: Sequence[int], what: str, name: str, issued: int, last: str = "") -> None:
-        """Send `ranks` the number of uses of `name` that this rank has issued. "stalled" requests an answer."""
+        """Send `ranks` the number of uses of `name` that this rank has issued. For "stalled" the receiver answers."""
         for rank in ranks:
             self._inquiry.channel.send(self._ranks[rank], self._topic, [what, name, issued, last])
 

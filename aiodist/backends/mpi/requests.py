@@ -32,13 +32,13 @@ class Requests:
         self._done: list[Done] = []
         self._misses = 0
         self._stirred_until = 0.0
-        """Time of `perf_counter` until which it makes progress without a request; 0 if it does not."""
+        """Time of `perf_counter` until which MPI makes progress without a request, or 0."""
 
     def __len__(self) -> int:
         return len(self._requests) or self._stirred_until > 0
 
     def stir(self, seconds: float = _STIR_SECONDS) -> None:
-        """Make progress for so long without a request: a short message of another rank may wait for it."""
+        """Make MPI progress for `seconds` without a request, for short messages of other ranks."""
         self._stirred_until = perf_counter() + seconds if seconds and self.left is None else 0.0
 
     def track(self, request: MPI.Request, done: Done, nbytes: int) -> None:
