@@ -70,6 +70,7 @@ class _Workers:
             try:
                 job()
             finally:
+                del job  # perhaps the last reference to tensors, whose deletion at exit would abort the process
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()

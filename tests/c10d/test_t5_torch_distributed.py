@@ -86,9 +86,9 @@ def test_t5_every_signature_of_torchs_process_group(nursery: str, tmp_path: Path
 
 @pytest.mark.processes
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("end", ["destroy", pytest.param("leave", marks=pytest.mark.thorough)])
-def test_t5_a_callback_that_runs_at_exit_is_waited_for(end: str) -> None:
-    """Its thread was caught inside torch by the end of the interpreter, and the rank aborted."""
+@pytest.mark.parametrize("end", ["destroy", "drop", pytest.param("leave", marks=pytest.mark.thorough)])
+def test_t5_a_process_waits_at_exit_for_callbacks_of_futures(end: str) -> None:
+    """A thread inside torch at the end of the interpreter would abort the rank."""
     for code, output in started(PROGRAMS / "callback_at_exit.py", end):
         assert code == 0, output
 
