@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport, tell
-from aiodist.backends.matching import Matching, Receive, UnexpectedMessage
+from aiodist.backends.matching import Matching, TransportReceive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles.polling import transport_lock
 from aiodist.handles.progress import Progress
@@ -37,9 +37,9 @@ class LocalHub:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self.waiting: defaultdict[Address, Matching[Receive, LocalMessage]] = defaultdict(Matching)
+        self.waiting: defaultdict[Address, Matching[TransportReceive, LocalMessage]] = defaultdict(Matching)
         """The messages and receives of each rank that have not met."""
-        self._ready: deque[tuple[LocalMessage, Receive]] = deque()
+        self._ready: deque[tuple[LocalMessage, TransportReceive]] = deque()
         self._draining = False
         self.loop: AbstractEventLoop | None = None
         """The loop of all ranks: the progress thread may be the first to send."""
@@ -57,13 +57,13 @@ class LocalHub:
         comm, rank = at
         gone = _gone(rank, comm)
         own = self.waiting.pop(at, None) or Matching()
-        over: list[Receive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
+        over: list[TransportReceive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
         for (name, _), others in self.waiting.items():
             if name == comm:
                 over += others.cancel_messages(lambda message: message.src == rank)
         tell((one.done, gone) for one in over)
 
-    def deliver(self, message: LocalMessage, receive: Receive) -> None:
+    def deliver(self, message: LocalMessage, receive: TransportReceive) -> None:
         """Copy the bytes of `message`, now or after those of earlier deliveries."""
         self._ready.append((message, receive))
         if self._random is not None:
@@ -132,7 +132,7 @@ class LocalTransport:
         if self._closed:
             done(_gone(self.rank, self._comm))
             return
-        receive = Receive(src, tag, t, done)
+        receive = TransportReceive(src, tag, t, done)
         message = self._hub.waiting[self._comm, self.rank].post(receive)
         if message is not None:
             self._hub.deliver(message, receive)

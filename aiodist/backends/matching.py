@@ -51,7 +51,7 @@ class UnexpectedMessage:
 
 
 @dataclass(eq=False, slots=True)
-class Receive(PostedReceive):
+class TransportReceive(PostedReceive):
     """A receive of a transport."""
 
     into: Tensor

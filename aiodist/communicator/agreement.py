@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from aiodist.backends.base import Primitive, Transport, again, tag_of
-from aiodist.backends.shm import Lane
+from aiodist.backends.shm import ShmLane
 from aiodist.collectives.endpoint import LANE_TAGS, Differ, Endpoint
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.operation import CommunicatorOperation, Event, When
@@ -105,8 +105,8 @@ class Agreement:
     def __init__(
         self,
         progress: Progress,
-        lane: Lane | None,
-        verdicts: Lane | None,
+        lane: ShmLane | None,
+        verdicts: ShmLane | None,
         between: Dissemination | None,
         several: bool,
         on_differ: Callable[[CommunicatorOperation], None],

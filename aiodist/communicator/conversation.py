@@ -100,7 +100,7 @@ class Ask(NamedTuple):
     number: int
 
 
-class Send(NamedTuple):
+class SendStatement(NamedTuple):
     """Send this rank's statement to every other rank."""
 
     number: int
@@ -135,7 +135,7 @@ class Clear(NamedTuple):
     number: int
 
 
-Action = Ask | Send | StartTimer | Drain | Conclude | Clear
+Action = Ask | SendStatement | StartTimer | Drain | Conclude | Clear
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class Conversations:
             return actions
         case.answered.add(self._rank)
         case.statements[self._rank] = statement
-        actions.append(Send(number, statement))
+        actions.append(SendStatement(number, statement))
         for rank, (sent, asked) in case.lists.items():
             actions.append(Drain(number, rank, sent, asked))
         case.lists.clear()

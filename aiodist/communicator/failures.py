@@ -28,13 +28,13 @@ from aiodist.communicator.conversation import (
     Conclude,
     Conversations,
     Drain,
-    Send,
+    SendStatement,
     StartTimer,
     Statement,
     Verdict,
 )
 from aiodist.communicator.issued import Issued
-from aiodist.communicator.operation import CommunicatorOperation, State, When
+from aiodist.communicator.operation import CommunicatorOperation, OperationState, When
 from aiodist.communicator.oplog import Latest
 from aiodist.communicator.settlement import Settlement
 from aiodist.control import HUB, Channel, ChannelClosed, name_ranks
@@ -174,7 +174,8 @@ class Failures:
         bound, begun = False, traffic.begun
         if operation is not None:
             # A failed native call counts too, since the library is in an unknown state.
-            native = operation.state is State.STARTED if operation.traffic is None else operation.traffic.native > 0
+            started = operation.state is OperationState.STARTED
+            native = started if operation.traffic is None else operation.traffic.native > 0
             agreed = operation.agreed.is_set and operation.agreed.error is None
             bound = (native and agreed) or operation.when is When.NOW
             begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
@@ -234,7 +235,7 @@ class Failures:
             match action:
                 case Ask(number):
                     self._answer(number)
-                case Send(number, statement):
+                case SendStatement(number, statement):
                     self._send(number, statement)
                 case StartTimer(number):
                     self._progress.post(partial(self._start_timer, number, self._expire))
@@ -318,7 +319,7 @@ class Failures:
         if verdict.abort and verdict.cause is not Cause.LOST:
             return  # `_abort` ends the operation
         operation.verdict = self._error(operation.number, verdict, operation.error)
-        if operation.state is State.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
+        if operation.state is OperationState.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
             self.settlement.end(operation, None, None)
         else:
             self._progress.post(partial(self._start_timer, operation.number, self._end_undrained))

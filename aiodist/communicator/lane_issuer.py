@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from aiodist import _core
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.operation import State
+from aiodist.communicator.operation import OperationState
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle, in_flight
 from aiodist.handles.kernel import Program
@@ -80,7 +80,7 @@ class LaneIssuer:
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
         operations = self._dispatcher.operations
         operation = operations.take_over(handle) or operations.find(handle)  # a statement has taken the operation over
-        if operation is None or operation.state is not State.NEW:
+        if operation is None or operation.state is not OperationState.NEW:
             return
         if isinstance(operation.verdict, RemoteError) and not isinstance(error, MismatchError):
             operation.verdict = error  # this rank's own error precedes that of another

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class State(Enum):
+class OperationState(Enum):
     """State of an operation. The transport lock is held at each change. A state is never entered twice."""
 
     NEW = "new"
@@ -133,7 +133,7 @@ class CommunicatorOperation(Operation[Any]):
     """Record of the messages between hosts."""
     large: bool = False
     """True if only the progress thread may start the operation."""
-    state: State = field(default=State.NEW, init=False)
+    state: OperationState = field(default=OperationState.NEW, init=False)
     admitted: Event = field(default_factory=Event, init=False)
     """Set when the operation may begin, or with the error that prevents the start."""
     agreed: Event = field(default_factory=Event, init=False)
@@ -155,8 +155,8 @@ class CommunicatorOperation(Operation[Any]):
             if error is not None and self.traffic is not None:
                 self.traffic.refusal = error
         else:
-            if error is None and self.state is State.NEW:
-                self.state = State.CHECKED
+            if error is None and self.state is OperationState.NEW:
+                self.state = OperationState.CHECKED
             self.admitted.set(error)
         if self.traffic is not None:
             self.traffic.decided(error)
@@ -164,8 +164,8 @@ class CommunicatorOperation(Operation[Any]):
 
     def admit(self) -> None:
         """Allow the operation to begin before all ranks agree."""
-        if self.state is State.NEW:
-            self.state = State.CHECKED
+        if self.state is OperationState.NEW:
+            self.state = OperationState.CHECKED
         self.admitted.set()
 
 
@@ -184,7 +184,7 @@ async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
     except BaseException:
         program.close()
         raise
-    operation.state = State.STARTED
+    operation.state = OperationState.STARTED
     result = await resume(program)
     if not operation.agreed.is_set or operation.agreed.error is not None:
         await transfers([operation.agreed.wait])

@@ -11,7 +11,7 @@ from typing import Any
 from aiodist.collectives.messages import Arrived
 from aiodist.communicator.claims import release
 from aiodist.communicator.names import Named
-from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Pending, State, carry_out
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, OperationState, Pending, carry_out
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Operation, Progress
 from aiodist.handles.kernel import Program, ours, run
@@ -52,7 +52,7 @@ class Settlement:
         if error is not None:
             self.complete(operation, None, error)
             return
-        operation.state = State.STARTED
+        operation.state = OperationState.STARTED
         if operation.traffic is not None:
             operation.traffic.native = 1
         done = partial(self._called, operation, work.result)
@@ -93,8 +93,8 @@ class Settlement:
         """Release the bytes, which no transfer uses any more."""
         release(operation.claims)
         operation.claims = ()
-        if operation.state is not State.DONE:
-            operation.state = State.DRAINED
+        if operation.state is not OperationState.DONE:
+            operation.state = OperationState.DRAINED
         if operation.verdict is not None:
             self.end(operation, None, operation.verdict)
 
@@ -111,12 +111,12 @@ class Settlement:
 
     def end(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         """Remove an operation from the table, and settle the handle."""
-        if operation.state is State.DONE:
+        if operation.state is OperationState.DONE:
             return
         handle, error = operation.handle, operation.verdict or error
         assert handle is not None
         self._pending.remove(operation)
-        operation.state = State.DONE
+        operation.state = OperationState.DONE
         if isinstance(operation.meets, Named):
             operation.meets.operation = None
         if error is not None:

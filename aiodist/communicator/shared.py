@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aiodist.backends.base import dtype_name
 from aiodist.backends.shm.moving import move
-from aiodist.backends.shm.tables import HostTable, Named, mapped
+from aiodist.backends.shm.tables import HostTable, TableAddress, mapped
 from aiodist.collectives import operations
 from aiodist.collectives.implementations import Primitives
 from aiodist.communicator import pickling
@@ -111,28 +111,28 @@ class SharedMemory(Base):
         The ranks exchange two messages: offers, then failures to map. After that no rank needs the descriptor. The end
         of this program, which has the only reference to the offer, closes the descriptor.
         """
-        said: HostTable | Named | str | MemoryError | None = offer
+        said: HostTable | TableAddress | str | MemoryError | None = offer
         if isinstance(offer, HostTable):
-            said = offer.named
+            said = offer.address
             if self._registry.resources.near is not None:
                 for rank in here[1:]:
                     self._registry.resources.near.neighbours[self._dispatcher.ranks[rank]].offer(offer)
         offers = await _of_all(p, said)
         memory, lack = None, ""
-        if isinstance(named := offers[here[0]], Named):
+        if isinstance(address := offers[here[0]], TableAddress):
             try:
-                memory = self._mapped(named, here)
+                memory = self._mapped(address, here)
             except (OSError, ValueError) as error:
-                lack = f"cannot map rank {here[0]}'s table of {named.nbytes} bytes: {error}"
+                lack = f"cannot map rank {here[0]}'s table of {address.nbytes} bytes: {error}"
         lacks = await _of_all(p.afterwards(), lack)
         return memory, list(zip(offers, lacks, strict=True))
 
-    def _mapped(self, named: Named, here: Sequence[int]) -> mmap:
+    def _mapped(self, address: TableAddress, here: Sequence[int]) -> mmap:
         """Return the bytes of the table, or raise OSError or ValueError if the mapping fails."""
         near = self._registry.resources.near
         if near is None or self.rank == here[0]:  # a descriptor of this process
-            return mapped(named.fd, named.nbytes)
-        return near.neighbours[named.rank].table(named)
+            return mapped(address.fd, address.nbytes)
+        return near.neighbours[address.rank].table(address)
 
     def arena(self, nbytes: int) -> None:
         """Reserve `nbytes` for later `arena_empty` calls on this rank, until the world is closed.

@@ -19,7 +19,7 @@ from aiodist.communicator.conversation import (
     Conclude,
     Conversations,
     Drain,
-    Send,
+    SendStatement,
     StartTimer,
     Statement,
     Verdict,
@@ -128,7 +128,7 @@ class World:
         rank = self.ranks[i]
         for action in actions:
             match action:
-                case Send(number, statement):
+                case SendStatement(number, statement):
                     for j, other in enumerate(self.ranks):
                         if j != i:
                             other.inbox[i].append((number, statement))

@@ -56,3 +56,13 @@ def test_the_name_of_a_class_occurs_once_in_a_package() -> None:
             if isinstance(node, ast.ClassDef):
                 places[package, node.name].append(str(path))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_the_name_of_a_class_occurs_once_in_the_packages_of_an_operation() -> None:
+    places = defaultdict(list)
+    for package in ("aiodist/communicator", "aiodist/collectives", "handles", "aiodist/backends"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

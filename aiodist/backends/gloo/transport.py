@@ -22,7 +22,7 @@ from aiodist.backends.gloo.library import GlooRendezvous, ProcessGroup, empty
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.wire import MESSAGE, OFFER, Frame, GlooPeer, Wire
 from aiodist.backends.header import Header, comm_number
-from aiodist.backends.matching import Matching, Receive, UnexpectedMessage
+from aiodist.backends.matching import Matching, TransportReceive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
@@ -45,16 +45,16 @@ class ArrivedMessage(UnexpectedMessage):
     """Number of the offer if the data must be fetched, else 0."""
 
 
-class Receiving:
+class Inbox:
     """Waiting receives and messages, in order (transport lock held)."""
 
     def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self.peers = peers
-        self._matching: Matching[Receive, ArrivedMessage] = Matching()
+        self._matching: Matching[TransportReceive, ArrivedMessage] = Matching()
         self._unreported: BackendError | None = None  # a loss that no receive from any source has reported yet
         self._closed: BackendError | None = None
 
-    def receive(self, wanted: Receive) -> None:
+    def receive(self, wanted: TransportReceive) -> None:
         """Deliver the message for `wanted`, now or at its arrival, or fail `wanted` (see [Note: lost peers])."""
         message = self._matching.post(wanted)
         if message is not None:
@@ -91,10 +91,10 @@ class Receiving:
         self._closed = error
         tell((wanted.done, again(error)) for wanted in self._matching.cancel_receives())
 
-    def _deliver(self, message: ArrivedMessage, wanted: Receive) -> None:
+    def _deliver(self, message: ArrivedMessage, wanted: TransportReceive) -> None:
         guarded(partial(self._take, message, wanted), wanted.done)
 
-    def _take(self, message: ArrivedMessage, wanted: Receive, done: Done) -> None:
+    def _take(self, message: ArrivedMessage, wanted: TransportReceive, done: Done) -> None:
         nbytes = message.nbytes
         fits = nbytes == wanted.into.nbytes
         if not fits:
@@ -144,7 +144,7 @@ class GlooTransport:
         self.peers: dict[int, GlooPeer] = {}
         if wire is not None:
             self.peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
-        self._receiving = Receiving(self.peers)
+        self._inbox = Inbox(self.peers)
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
             self._native = GlooNative(group, self.rank, self.peers.values(), wire.call)
@@ -164,7 +164,7 @@ class GlooTransport:
             done(BackendError("gloo: the transport was closed"))
             return
         if dst == self.rank or self.wire is None:
-            self._receiving.arrived(ArrivedMessage(self.rank, tag, t.nbytes, bytes_of(t).clone(), 0))
+            self._inbox.arrived(ArrivedMessage(self.rank, tag, t.nbytes, bytes_of(t).clone(), 0))
             done(None)
             return
         peer = self.peers[dst]
@@ -176,7 +176,7 @@ class GlooTransport:
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive a message of the size of `t` into `t`."""
-        self._receiving.receive(Receive(src, tag, t, done))
+        self._inbox.receive(TransportReceive(src, tag, t, done))
 
     # Calls of the wire.
 
@@ -184,14 +184,14 @@ class GlooTransport:
         """Handle a frame from world rank `src`."""
         header = frame.header
         number = header.number if header.kind == OFFER else 0
-        self._receiving.arrived(ArrivedMessage(self._local[src], header.tag, header.nbytes, frame.data, number))
+        self._inbox.arrived(ArrivedMessage(self._local[src], header.tag, header.nbytes, frame.data, number))
 
     def lost(self, world_rank: int, error: BackendError) -> None:
         """Fail operations with `world_rank`, which cannot be reached."""
         rank = self._local.get(world_rank)
         if rank is None:
             return
-        self._receiving.lost(rank, error)
+        self._inbox.lost(rank, error)
         if self._native is not None:
             self._native.abort()
 
@@ -222,7 +222,7 @@ class GlooTransport:
         await asyncio.wrap_future(closing)
 
     def _abort(self, error: BackendError, owner: bool) -> None:
-        self._receiving.abort(error)
+        self._inbox.abort(error)
         if self._native is not None:
             self._native.abort()
         if self.wire is not None:

@@ -62,7 +62,7 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
     return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
 
 
-class _Part(NamedTuple):
+class _NcclCall(NamedTuple):
     launch: Launch
     after: Callable[[], None] | None = None
     """Queues more work after the calls."""
@@ -86,7 +86,7 @@ class NcclNative:
 
     def start_all(self, operations: Sequence[Primitive], done: Done) -> None:
         """Enqueue several operations, launched together."""
-        parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
+        parts = [_CALLS[o.kind](self, o) for o in operations if not _is_empty(o)]
         if not parts:
             done(None)
             return
@@ -102,48 +102,48 @@ class NcclNative:
             for launch in launches:
                 launch(comm, stream)
 
-    def _allreduce(self, o: Primitive) -> _Part:
+    def _allreduce(self, o: Primitive) -> _NcclCall:
         numbers = as_numbers(o.t)
         reduce = reducer(self._group, o.t.dtype, o.op)
-        return _Part(lambda comm, stream: reduce(comm, numbers, stream), self._division(o))
+        return _NcclCall(lambda comm, stream: reduce(comm, numbers, stream), self._division(o))
 
-    def _broadcast(self, o: Primitive) -> _Part:
+    def _broadcast(self, o: Primitive) -> _NcclCall:
         data = bytes_of(o.t)
-        return _Part(_call("broadcast", data, data, o.root))
+        return _NcclCall(_call("broadcast", data, data, o.root))
 
-    def _reduce(self, o: Primitive) -> _Part:
+    def _reduce(self, o: Primitive) -> _NcclCall:
         numbers = as_numbers(o.t)
         launch = _call("reduce", numbers, numbers, self._op(o.op), o.root)
-        return _Part(launch, self._division(o) if self._group.rank == o.root else None)
+        return _NcclCall(launch, self._division(o) if self._group.rank == o.root else None)
 
-    def _allgather(self, o: Primitive) -> _Part:
+    def _allgather(self, o: Primitive) -> _NcclCall:
         """Call ncclAllGather for equal counts, else one ncclBroadcast for each rank, launched together."""
         mine, everything = bytes_of(o.t), bytes_of(o.out)
         if len(set(o.counts)) == 1:
-            return _Part(_call("allgather", mine, everything))
+            return _NcclCall(_call("allgather", mine, everything))
         blocks = enumerate(_blocks(everything, [count * o.out.element_size() for count in o.counts]))
         calls = [_call("broadcast", mine, block, root) for root, block in blocks if block.numel()]
-        return _Part(partial(self._together, calls))
+        return _NcclCall(partial(self._together, calls))
 
-    def _reduce_scatter(self, o: Primitive) -> _Part:
+    def _reduce_scatter(self, o: Primitive) -> _NcclCall:
         """Call ncclReduceScatter for equal counts, else one ncclReduce for each rank, launched together."""
         numbers, mine, native = as_numbers(o.t), as_numbers(o.out), self._op(o.op)
         if len(set(o.counts)) == 1:
-            return _Part(_call("reduce_scatter", numbers, mine, native), self._division(o))
+            return _NcclCall(_call("reduce_scatter", numbers, mine, native), self._division(o))
         parts = 2 if o.t.is_complex() else 1
         blocks = enumerate(_blocks(numbers, [count * parts for count in o.counts]))
         calls = [_call("reduce", block, mine, native, root) for root, block in blocks if block.numel()]
-        return _Part(partial(self._together, calls), self._division(o))
+        return _NcclCall(partial(self._together, calls), self._division(o))
 
-    def _alltoall(self, o: Primitive) -> _Part:
+    def _alltoall(self, o: Primitive) -> _NcclCall:
         sends, receives = o.t.split(list(o.counts)), o.out.split(list(o.received))
         return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
 
-    def _exchange(self, o: Primitive) -> _Part:
+    def _exchange(self, o: Primitive) -> _NcclCall:
         assert isinstance(o, Exchange)
         calls = [_call("send", bytes_of(t), rank) for rank, t in o.sends]
         calls += [_call("recv", bytes_of(t), rank) for rank, t in o.receives]
-        return _Part(partial(self._together, calls))
+        return _NcclCall(partial(self._together, calls))
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[_NATIVE_OPS[op]]
@@ -154,7 +154,7 @@ class NcclNative:
         return lambda: divide(o.out, self._group.size)
 
 
-_PARTS: dict[str, Callable[[NcclNative, Primitive], _Part]] = {
+_CALLS: dict[str, Callable[[NcclNative, Primitive], _NcclCall]] = {
     "allreduce": NcclNative._allreduce,
     "broadcast": NcclNative._broadcast,
     "reduce": NcclNative._reduce,

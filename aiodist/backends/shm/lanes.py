@@ -53,7 +53,7 @@ class Lanes:
         self.progress = progress
         self.near = near
         self.completions = _core.Completions()
-        self._unmet: list[Lane] = []
+        self._unmet: list[ShmLane] = []
         progress.add_poller(self)
         progress.driven.append(self)
         progress.loop.add_reader(self.completions.event, self._woken)
@@ -68,7 +68,7 @@ class Lanes:
         """True if the engine, a thread of the core, moves the bytes in flight."""
         return self.completions.heavy
 
-    def meet(self, lane: Lane) -> None:
+    def meet(self, lane: ShmLane) -> None:
         """Join `lane` with the lanes of the other ranks when those lanes are open."""
         if not lane.meet():
             self._unmet.append(lane)
@@ -95,7 +95,7 @@ class Lanes:
         self.progress.own_files.discard(self.completions.event)
 
 
-class Lane:
+class ShmLane:
     """An ordered sequence of operations among some ranks of this host (transport lock held)."""
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int, *, led: bool = False) -> None:
@@ -233,15 +233,15 @@ class ShmNative:
         self._lanes = lanes
         self._place = ranks, rank
         self._name = name
-        self._lanes_open: list[Lane] = []
+        self._lanes_open: list[ShmLane] = []
         self.ordered = self.open("issued")
-        self._led: Lane | None = None
+        self._led: ShmLane | None = None
         self._closed: BaseException | None = None
         self._before = 0, 0  # bytes submitted to closed lanes
 
-    def open(self, what: str, *, led: bool = False) -> Lane:
-        """Open another lane, as all of these ranks do (see `Lane`)."""
-        lane = Lane(self._lanes, f"{self._name}: {what}", *self._place, led=led)
+    def open(self, what: str, *, led: bool = False) -> ShmLane:
+        """Open another lane, as all of these ranks do (see `ShmLane`)."""
+        lane = ShmLane(self._lanes, f"{self._name}: {what}", *self._place, led=led)
         self._lanes_open.append(lane)
         return lane
 
@@ -272,11 +272,11 @@ class ShmNative:
         self.steps().submit(o, crc32(repr(facts).encode()), key, done)
 
     def refuse(self, key: int) -> None:
-        """Leave the steps with `key` and with the next keys, those of the parts (see `Lane.refuse`)."""
+        """Leave the steps with `key` and with the next keys, those of the parts (see `ShmLane.refuse`)."""
         if self._closed is None:
             self.steps().refuse(key)
 
-    def steps(self) -> Lane:
+    def steps(self) -> ShmLane:
         """Return the lane for steps of programs, opened at first use."""
         if self._led is None:
             self._led = self.open("steps", led=True)

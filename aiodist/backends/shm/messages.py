@@ -20,8 +20,8 @@ from aiodist._core import NUMBERS_BYTES, arrived
 from aiodist.backends.base import ours
 from aiodist.backends.shm.memory import move_bytes
 from aiodist.backends.shm.neighbours import Neighbourhood
-from aiodist.backends.shm.peers import NUMBERS, Peer, lost
-from aiodist.backends.shm.records import Box, Envelope, Send, ShmReceive, too_long
+from aiodist.backends.shm.peers import NUMBERS, ShmPeer, lost
+from aiodist.backends.shm.records import Box, Envelope, ShmReceive, ShmSend, too_long
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
@@ -37,7 +37,7 @@ _GONE_SECONDS = 0.02  # between two checks for lost ranks
 class _Copy:
     """A copy in progress, between the memory of two ranks or within this rank's."""
 
-    operation: Send | ShmReceive
+    operation: ShmSend | ShmReceive
     into: Tensor
     source: Tensor
     nbytes: int
@@ -58,7 +58,7 @@ class Messages:
         """Waiting messages and receives, by communicator."""
         self.budget = 0  # bytes that this poll may still copy
         numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
-        self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
+        self.peers = {rank: ShmPeer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
         self._poll_only(self.peers.values())
         self._gone: set[int] = set()
         self._copies: deque[_Copy] = deque()
@@ -72,7 +72,7 @@ class Messages:
         self._failure: AiodistError | None = None
         progress.add_poller(self)
 
-    def _poll_only(self, peers: Iterable[Peer]) -> None:
+    def _poll_only(self, peers: Iterable[ShmPeer]) -> None:
         self._polled = tuple(peers)
         self._rings = tuple([peer.rings for peer in self._polled])
 
@@ -85,7 +85,7 @@ class Messages:
 
     # --- sending and receiving ---------------------------------------------------------------------------------
 
-    def send(self, send: Send, to: int) -> None:
+    def send(self, send: ShmSend, to: int) -> None:
         if self._failure is not None:
             send.done(self._failure)
             return
@@ -100,7 +100,7 @@ class Messages:
         peer = self.peers.get(to)
         return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
-    def _send(self, send: Send, to: int) -> None:
+    def _send(self, send: ShmSend, to: int) -> None:
         box = self.box(send.comm)
         if box is None:  # the next step of an aborted operation
             self.finish(send, BackendError("the communicator is closed"))
@@ -165,7 +165,7 @@ class Messages:
             memmove(receive.into.data_ptr(), message.data, message.nbytes)
         self.finish(receive, error)
 
-    def finish(self, operation: Send | ShmReceive, error: BaseException | None) -> None:
+    def finish(self, operation: ShmSend | ShmReceive, error: BaseException | None) -> None:
         """Call the `done` of `operation`, once."""
         if not operation.finished:
             operation.finished = True
@@ -183,12 +183,12 @@ class Messages:
         return box
 
     def copy(
-        self, operation: Send | ShmReceive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
+        self, operation: ShmSend | ShmReceive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
     ) -> None:
         """Copy `nbytes` for `operation`, some in each poll, then call `finish`."""
         self._copies.append(_Copy(operation, into, source, nbytes, finish))
 
-    def stop(self, operation: Send | ShmReceive) -> None:
+    def stop(self, operation: ShmSend | ShmReceive) -> None:
         """Stop the copy for `operation`."""
         for copy in self._copies:
             if copy.operation is operation:
@@ -244,10 +244,10 @@ class Messages:
             self._lose(peer)
         return bool(gone)
 
-    def _lose(self, peer: Peer) -> None:
+    def _lose(self, peer: ShmPeer) -> None:
         self._gone.add(peer.rank)
         self._poll_only(one for one in self._polled if one is not peer)
-        failed: list[Send | ShmReceive] = peer.end()
+        failed: list[ShmSend | ShmReceive] = peer.end()
         for comm in [comm for comm, ranks in self._members.items() if peer.rank in ranks]:
             box = self.box(comm)
             assert box is not None

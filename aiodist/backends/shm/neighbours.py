@@ -27,7 +27,7 @@ from torch import Tensor
 from aiodist import _core
 from aiodist.backends.base import in_thread
 from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
-from aiodist.backends.shm.tables import HostTable, Named, mapped
+from aiodist.backends.shm.tables import HostTable, TableAddress, mapped
 from aiodist.control import exchange
 from aiodist.errors import BackendError
 from aiodist.handles.polling import alarm
@@ -65,7 +65,7 @@ class Neighbour:
 
     def offer(self, table: HostTable) -> None:
         """Send the descriptor of a table of this rank."""
-        self.send({"table": table.named.number}, table.named.fd, table)
+        self.send({"table": table.address.number}, table.address.fd, table)
 
     def flush(self) -> bool:
         """Send waiting messages. Return True if none is left."""
@@ -151,14 +151,14 @@ class Neighbour:
         self.core.map(number, memory_of(segment))
         return segment
 
-    def table(self, named: Named) -> mmap.mmap:
+    def table(self, address: TableAddress) -> mmap.mmap:
         """Return the bytes of a table of the neighbour, or raise OSError or ValueError if the mapping fails."""
         self.listen()
-        fd = self._tables.pop(named.number, None)
+        fd = self._tables.pop(address.number, None)
         if fd is None:
             raise ValueError("its descriptor never came")
         try:
-            return mapped(fd, named.nbytes)
+            return mapped(fd, address.nbytes)
         finally:
             os.close(fd)
 

@@ -21,7 +21,7 @@ from aiodist.backends.base import PeerGone, ours
 from aiodist.backends.header import Header
 from aiodist.backends.shm.memory import Place, move_bytes
 from aiodist.backends.shm.neighbours import Neighbour, memory_of
-from aiodist.backends.shm.records import Envelope, Send, ShmReceive, place_of, too_long
+from aiodist.backends.shm.records import Envelope, ShmReceive, ShmSend, place_of, too_long
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES
 
@@ -56,7 +56,7 @@ def lost(rank: int) -> PeerGone:
     return PeerGone(f"rank {rank} is gone: its process has ended")
 
 
-class Peer:
+class ShmPeer:
     """See the module. Every method runs with the transport lock held."""
 
     def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
@@ -70,11 +70,11 @@ class Peer:
         self.rings = Rings(memory_of(numbers)[at : at + NUMBERS_BYTES], self._ring_bytes)
         self._short = short_bytes(len(near.members))
         self._piece = max(2 * self._short, 1 << 16)
-        self.waiting: deque[Send | Header] = deque()
+        self.waiting: deque[ShmSend | Header] = deque()
         """Messages and records that wait for room."""
-        self._offered: dict[int, Send] = {}
+        self._offered: dict[int, ShmSend] = {}
         """Long messages that the neighbour may still read, also aborted ones."""
-        self._staged: deque[Send] = deque()
+        self._staged: deque[ShmSend] = deque()
         self._brought: dict[int, ShmReceive] = {}  # receives that the neighbour writes to, also aborted ones
         self._fetched: dict[int, ShmReceive] = {}
         self._number = 0
@@ -91,7 +91,7 @@ class Peer:
 
     # --- sending ----------------------------------------------------------------------------------------------
 
-    def send(self, send: Send) -> None:
+    def send(self, send: ShmSend) -> None:
         """Send a message, after the waiting ones."""
         if self.gone:
             self._messages.finish(send, lost(self.rank))
@@ -123,7 +123,7 @@ class Peer:
         self._ring()
         return True
 
-    def _begin(self, send: Send) -> bool:
+    def _begin(self, send: ShmSend) -> bool:
         """Write the record of a message. Return False if there is no room."""
         t, nbytes = send.t, send.t.nbytes
         try:
@@ -231,7 +231,7 @@ class Peer:
             if fields is None:
                 break
             messages.budget -= fields[-1] + _RECORD_BYTES
-            ended: tuple[Send | ShmReceive, BaseException | None] | None
+            ended: tuple[ShmSend | ShmReceive, BaseException | None] | None
             if fields[0] == _SHORT:
                 ended = self._short_came(fields[1], fields[2], fields[-1])
             else:
@@ -261,7 +261,7 @@ class Peer:
                 return receive, ours(raised)
         return receive, error
 
-    def _heard(self, record: Header) -> tuple[Send | ShmReceive, BaseException | None] | None:
+    def _heard(self, record: Header) -> tuple[ShmSend | ShmReceive, BaseException | None] | None:
         number = record.number
         if record.kind == _LONG:
             self._long_came(record)
@@ -323,7 +323,7 @@ class Peer:
             self._say(_REFUSED, number)
             messages.finish(receive, ours(raised))
 
-    def _copied(self, table: dict[int, Send] | dict[int, ShmReceive], number: int) -> None:
+    def _copied(self, table: dict[int, ShmSend] | dict[int, ShmReceive], number: int) -> None:
         """Finish the long message `number` of a table, whose bytes this rank has copied."""
         self._say(_PUT if table is self._offered else _GOT, number)
         self._messages.finish(table.pop(number), None)
@@ -404,25 +404,25 @@ class Peer:
                 messages.finish(send, None)
         return moved
 
-    def _withdraw(self, send: Send, error: BaseException) -> None:
+    def _withdraw(self, send: ShmSend, error: BaseException) -> None:
         """Abort a send. The memory of the message is kept until the neighbour no longer reads the message."""
         self._stop(send)
         self._say(_WITHDRAWN, send.number)
         self._messages.finish(send, error)
 
-    def _stop(self, send: Send) -> None:
+    def _stop(self, send: ShmSend) -> None:
         self._messages.stop(send)
         if send in self._staged:
             self._staged.remove(send)
 
     # --- after the loss of the rank ----------------------------------------------------------------------------------
 
-    def end(self) -> list[Send | ShmReceive]:
+    def end(self) -> list[ShmSend | ShmReceive]:
         """Stop after the loss of the rank: return the pending operations, and forget announced messages."""
         self.gone = True
         for box in self._messages.boxes.values():
             box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
-        pending: list[Send | ShmReceive] = [one for one in self.waiting if isinstance(one, Send)]
+        pending: list[ShmSend | ShmReceive] = [one for one in self.waiting if isinstance(one, ShmSend)]
         pending += [*self._offered.values(), *self._brought.values(), *self._fetched.values()]
         for operation in pending:
             self._messages.stop(operation)
@@ -441,7 +441,7 @@ class Peer:
 
     def abort(self, comm: int | None, error: BaseException) -> None:
         """End the pending operations of a communicator, or of all."""
-        for waiting in [one for one in self.waiting if isinstance(one, Send) and comm in (None, one.comm)]:
+        for waiting in [one for one in self.waiting if isinstance(one, ShmSend) and comm in (None, one.comm)]:
             self.waiting.remove(waiting)
             self._messages.finish(waiting, error)
         for send in [one for one in self._offered.values() if comm in (None, one.comm)]:

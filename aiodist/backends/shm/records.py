@@ -19,7 +19,7 @@ def place_of(header: Header) -> Place | None:
 
 
 @dataclass(eq=False, slots=True)
-class Send:
+class ShmSend:
     """A message of this rank that waits to be sent, or that the receiver still needs."""
 
     t: Tensor
@@ -52,7 +52,7 @@ class Envelope(UnexpectedMessage):
     cost: int = 0  # credit of the sender, in bytes, which the receive returns
     number: int = 0
     place: Place | None = None
-    own: Send | None = None  # the send of a message from this rank to itself
+    own: ShmSend | None = None  # the send of a message from this rank to itself
 
 
 Box = Matching[ShmReceive, Envelope]  # waiting receives and messages of one communicator

@@ -14,7 +14,7 @@ from weakref import finalize
 from aiodist.backends.shm.memory import check_segment, reserved_fd
 
 
-class Named(NamedTuple):
+class TableAddress(NamedTuple):
     """The address of a table for other ranks."""
 
     rank: int
@@ -32,7 +32,7 @@ class HostTable:
     def __init__(self, rank: int, number: int, nbytes: int) -> None:
         """Raise MemoryError unless all pages can be had. The bytes are 0."""
         fd, room = reserved_fd("aiodist-table", nbytes)
-        self.named = Named(rank, number, fd, room)
+        self.address = TableAddress(rank, number, fd, room)
         finalize(self, os.close, fd)
 
 

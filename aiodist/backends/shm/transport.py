@@ -12,7 +12,7 @@ from aiodist.backends.header import comm_number
 from aiodist.backends.shm.messages import Messages
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import short_bytes
-from aiodist.backends.shm.records import Send, ShmReceive
+from aiodist.backends.shm.records import ShmReceive, ShmSend
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
@@ -61,7 +61,7 @@ class ShmTransport:
 
         The send fails if the other rank is lost. See [Note: lost ranks] of `messages`.
         """
-        self.messages.send(Send(t, self.comm, tag, done), self._world_ranks[dst])
+        self.messages.send(ShmSend(t, self.comm, tag, done), self._world_ranks[dst])
 
     def _send_now(self, data: bytearray, dst: int, tag: int) -> bool:
         return self.messages.send_now(data, self.comm, self._world_ranks[dst], tag)
