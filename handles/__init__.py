@@ -1,4 +1,7 @@
-"""The awaitable: `Handle`, the code that drives handles, and combinators. asyncio only."""
+"""`Handle`, the awaitable result of every call, and the code that drives and combines handles.
+
+Works with asyncio only.
+"""
 
 from aiodist.handles.account import Account
 from aiodist.handles.buffers import in_flight

@@ -19,7 +19,7 @@ class Witness(Protocol):
     """A source of reasons why operations are pending. Each method takes the `Handle` of an operation."""
 
     def late(self, handle: Any, /) -> dict[int, str]:  # noqa: ANN401
-        """Return the ranks for which the pending operation is known to wait, each with its line."""
+        """Return the ranks for which the pending operation is known to wait, each with its place in the program."""
 
     def details(self, handle: Any, /) -> str:  # noqa: ANN401
         """Return other reasons as text, or "" if there are none."""
@@ -35,7 +35,7 @@ class _Dropped(NamedTuple):
 
     @property
     def origin(self) -> Origin | None:
-        """Line that issued the operation, computed only for a report."""
+        """Line that issued the operation, or None if unknown. Computed only for a report."""
         return None if self.whence is None else Origin(*self.whence)
 
 
@@ -44,8 +44,8 @@ class Account:
 
     A communicator's account is `prompt`: each handle is reported once dropped and finished. An error goes to the loop's
     exception handler. A result becomes a `RuntimeWarning` at the line that issued the operation, which Python shows
-    once for each line. A stream's account waits for a `sync`, which covers the results of earlier operations, and
-    becomes prompt when the stream closes.
+    once for each line. A stream's account reports errors at each `sync` of the stream. The `sync` also retrieves the
+    results of earlier operations. When the stream closes, its account becomes prompt.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Account:
         results: bool = True,
         witness: Witness | None = None,
     ) -> None:
-        """True for `results` reports also a result that was dropped after its await ended early."""
+        """If `results` is False, a result that was dropped after its await ended early is not reported."""
         self.witness = witness
-        """Source of the reasons why operations are pending."""
+        """Source of the reasons why operations are pending, or None."""
         self.forgiven: tuple[type[BaseException], ...] = ()
         """Errors that are not reported, since this rank has failed and reports its failure itself."""
         self._loop = loop
@@ -79,9 +79,9 @@ class Account:
         *,
         given_up: bool = False,
     ) -> None:
-        """Record a dropped handle. This only appends, since the garbage collector calls the method on any thread."""
+        """Record a dropped handle, for a later report: the garbage collector may call this on any thread."""
         if isinstance(error, self.forgiven) or (given_up and isinstance(error, (CommunicatorError, PeerError))):
-            return  # every later call raises an error of the communicator
+            return  # every later call of the communicator raises such an error
         if given_up and error is None and not self._results:
             return
         if error is not None or given_up or seq > self._covered:
@@ -90,7 +90,7 @@ class Account:
                 self._judge_soon()
 
     def cover(self, seq: int) -> None:
-        """Report the errors of operations up to `seq`, after a sync, and results lost by awaits that ended early."""
+        """Report dropped errors of operations up to number `seq`, after a sync, and results whose await ended early."""
         self._covered = max(self._covered, seq)
         entries = [self._dropped.popleft() for _ in range(len(self._dropped))]
         self._dropped.extend(entry for entry in entries if entry.seq > seq)

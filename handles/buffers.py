@@ -1,4 +1,7 @@
-"""Bytes in flight: one writer, or any number of readers, at a time."""
+"""Claims on bytes in flight.
+
+At a time, one operation may write a byte, or any number of operations may read the byte.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
-Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, number of bytes, True if written, and more
+Claimed = tuple[int, int, bool, *tuple[object, ...]]  # address, bytes, True if written, fields of the caller
 
 
 @runtime_checkable
@@ -16,15 +19,15 @@ class Lapsing(Protocol):
     """An owner that the program may have dropped."""
 
     def lapse(self) -> bool:
-        """Release all bytes of an owner that the program has dropped. Return True if the owner was dropped."""
+        """Release all bytes of the owner and return True if the program has dropped the owner, else return False."""
 
 
 class InFlight(_core.Claims):
     """Byte ranges of all operations in flight, over all communicators of the process.
 
-    A written range overlaps no other range, so a look at the two neighbours finds a conflict: O(log n). Read ranges may
-    overlap one another, so a look covers all ranges that begin within the length of the longest one. Accesses of user
-    code outside of operations are not detected.
+    A written range overlaps no other range, so a comparison with its two neighbours finds a conflict, in O(log n). Read
+    ranges may overlap. So a written range is compared with all read ranges that begin at most the length of the longest
+    read range earlier. Accesses of user code outside of operations are not detected.
     """
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
@@ -53,7 +56,7 @@ class InFlight(_core.Claims):
 
 
 def _twice(claims: Sequence[Claimed], i: int) -> str:
-    """Return a text that names the earlier claim which overlaps claim `i`, in the caller's terms."""
+    """Return a text on the overlap of claim `i` with an earlier claim of the same call."""
     start, nbytes, writes, *_ = claims[i]
     j = next(j for j, (at, size, *_) in enumerate(claims[:i]) if at < start + nbytes and start < at + size)
     if writes and claims[j][2]:

@@ -1,4 +1,4 @@
-"""Coroutines that remember the line of the call, for a report without an await."""
+"""Coroutines that know the line of their call, for reports, and for a warning if the program never awaits them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Call(Coroutine[Any, Any, T]):
     """A coroutine of aiodist that knows the line of its call.
 
-    Reports show the operations of the coroutine at this line, also if the coroutine runs in a task, which has no frame
-    of the caller. A coroutine that is dropped before its start gives a warning with this line.
+    Reports show the operations of the coroutine at this line, also if the coroutine runs in a task, whose stack lacks
+    the caller. A coroutine that is dropped before its start warns with this line.
     """
 
     __slots__ = ("coroutine", "origin", "shown")
@@ -33,7 +33,7 @@ class Call(Coroutine[Any, Any, T]):
         self.origin = origin
         """Code and instruction of the call, the fields of an `Origin`."""
         self.shown = shown
-        """Globals of the calling module, in which Python records the warnings that it has shown."""
+        """Globals of the calling module, where Python records the warnings that were shown."""
 
     def send(self, value: Any, /) -> Any:  # noqa: ANN401
         """Resume the coroutine with `value`."""
@@ -71,7 +71,7 @@ class Call(Coroutine[Any, Any, T]):
 
 
 def call_of(awaited: object) -> Call[Any] | None:
-    """Return the call whose `__await__` has made the generator `awaited`, or None for other objects."""
+    """Return the `Call` whose `__await__` has made the generator `awaited`, or None for other objects."""
     frame = awaited.gi_frame if isinstance(awaited, GeneratorType) else None
     return frame.f_locals["self"] if frame is not None and frame.f_code is Call.__await__.__code__ else None
 

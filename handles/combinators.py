@@ -1,4 +1,4 @@
-"""One waiter for many handles: `gather`, `as_completed` and, for the runtime itself, `all_over`."""
+"""`gather` and `as_completed` wait for many handles with one waiter. The runtime itself uses `all_over`."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class _Gathering:
         self.late: dict[Handle[Any], OperationTimeout] = {}
         self._waits = set(members)
         self._posted = _not_retrieved(members)
-        """Members that can be stopped, and for which no other code waits."""
+        """Operations of the members that can be paused and that no other code waits for, by member."""
         self._held: Posted[Any] | None = outer.handle if not self._posted else None
         self._outer: ref[Posted[Any]] | None = None
         self._unseen: list[PostedOperation[Any]] = []
-        """Members whose outcome was not retrieved before the end of all."""
+        """Operations in `_posted` whose outcome no code had retrieved when the last member ended."""
         self._progress = outer.handle._progress
         if self._posted:
             self._follow(outer.handle)
@@ -69,12 +69,15 @@ class _Gathering:
         self._outer = ref(outer, self._dropped)
 
     def _dropped(self, _: object) -> None:
-        """Pause the members soon, since the program has dropped the handle. The garbage collector may call this."""
+        """Pause the members soon, since the program has dropped the gathered handle.
+
+        The garbage collector may call this.
+        """
         self._progress.post(self._pause_members)
 
     def _pause_members(self) -> None:
         self._outer = None
-        for member in self._posted.values():  # a returned message may match another member
+        for member in self._posted.values():  # a message that one member returns may end another
             member.leave_early(self)
 
     def begin(self, members: Iterable[Handle[Any]]) -> None:
@@ -111,7 +114,7 @@ class _Gathering:
             Operation.of(held).resolve(results)
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """See `Stoppable`. If no member can be stopped, the members keep the handle alive in any case."""
+        """See `Stoppable`. If no member can be paused, the members always keep the handle alive."""
         if self._posted:
             self._held = handle
 
@@ -120,7 +123,7 @@ class _Gathering:
         self._held = None
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """See `Stoppable`: the members leave their messages to other receives."""
+        """See `Stoppable`. The members leave their messages to other receives."""
         outer = PostedOperation.of(handle)
         if not (self._posted and (outer.is_pending or outer.succeeded)):
             return
@@ -141,7 +144,7 @@ class _Gathering:
 
 
 def _not_retrieved(members: Iterable[Handle[Any]]) -> dict[Handle[Any], PostedOperation[Any]]:
-    """Return the operations of `members` that can be stopped, and whose outcome no code has or waits for."""
+    """Return the operations of `members` that can be paused, and whose outcome no code has or waits for."""
     posted = {member: PostedOperation.of(member) for member in members if isinstance(member, Posted)}
     return {member: operation for member, operation in posted.items() if not operation.retrieved}
 
@@ -160,8 +163,8 @@ def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
 def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[list[Any]]:
     """Return a handle of the list of results, in the order of `handles`.
 
-    The returned handle raises the first error, or the first timeout. The other operations continue, and also the one
-    that timed out. Unlike `asyncio.gather`, this function creates no tasks: 1,000 handles cost one waiter.
+    The returned handle raises the first error, or the first timeout. All operations continue, also one that timed out.
+    Unlike `asyncio.gather`, this function creates no tasks: 1,000 handles cost one waiter.
 
     Args:
         *handles: handles of this event loop. Use `asyncio.gather` for other awaitables.
@@ -203,7 +206,7 @@ class _Queue:
 
 
 async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T], None]:
-    """Yield handles in the order of their ends. Awaiting a yielded handle does not suspend.
+    """Yield each handle once its operation has ended. Awaiting a yielded handle does not suspend.
 
     Args:
         handles: handles of this event loop.

@@ -1,4 +1,4 @@
-"""`aiodist.timeout`: a deadline over a block. The error names the pending operations."""
+"""`aiodist.timeout` sets a deadline for a block. The error names the pending operations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from aiodist.handles.state import Note, current_deadline, plight, unfinished
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
-"""Shortest wait, in seconds, that a watchdog, with ten checks a second, notices in time."""
+"""Shortest timeout of a block, in seconds, that a watchdog with ten checks a second notices in time."""
 
 
 class Watcher(Protocol):
-    """A watchdog, which asks for the lines of the other ranks when operations take long."""
+    """A watchdog, which asks late ranks for their current lines."""
 
     def hurry(self) -> None:
         """Ask now, since the wait for a pending operation ends soon."""
 
 
 class Scopes:
-    """The open blocks of `aiodist.timeout` on one loop, so that watchdogs ask for late ranks in time."""
+    """The open blocks of `aiodist.timeout` on one loop.
+
+    Watchdogs read the ends of the blocks, to ask late ranks in time.
+    """
 
     def __init__(self) -> None:
         self.ends: dict[Deadline, tuple[float, float]] = {}
@@ -50,7 +53,7 @@ class Deadline:
     """`asyncio.timeout` whose error names the operations pending inside and the late ranks."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = check_timeout(seconds, least=-inf)  # a time that has passed already ends the block immediately
+        self._seconds = check_timeout(seconds, least=-inf)  # a negative number ends the block immediately
         self._timeout = asyncio.timeout(self._seconds)
         self._token: Token[Note | None] | None = None
         self._outer: Note | None = None

@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def part(loop: asyncio.AbstractEventLoop) -> bool:
-    """Give `loop` an epoll of its own in a forked child, and return True if the loop waits at an epoll.
+    """Replace the epoll of `loop` in a forked child, and return True. Return False if the loop has no epoll.
 
-    A forked child shares the epoll of its parent. An event that the child took from this epoll would no longer wake the
-    parent, whose libuv then aborts. The files stay registered, since libuv aborts at a change of an unknown file. But
-    the child waits for no event of these files: a wake-up that the child read would be lost to the parent.
+    A forked child shares its parent's epoll. If the child used that epoll, the parent would miss events, and the
+    parent's libuv could abort. The new epoll has the same files, since libuv aborts if the loop changes a file that its
+    epoll lacks. The child waits for no event of these files: an event that the child read would be lost to the parent.
     """
     fd = _epoll_of(loop)
     if fd is None:
@@ -34,7 +34,7 @@ def part(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
-    """Return the file descriptor of the loop's epoll, or None if the loop is closed, or does not show one."""
+    """Return the file descriptor of the loop's epoll, or None if the loop is closed or its epoll is unknown."""
     if loop.is_closed():
         return None
     if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop

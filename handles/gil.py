@@ -1,4 +1,4 @@
-"""Threads hand over the GIL, which the end of an operation needs, sooner while an operation runs outside Python."""
+"""Shortens CPython's switch interval while operations run outside Python: their ends need the GIL soon."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SWITCH_SECONDS = 2e-4
 
 
 class SwitchInterval:
-    """CPython's switch interval: short while any loop has a reason for that, else as the program has set it.
+    """CPython's switch interval, at most 0.2 ms while any loop has a reason, and else as the program has set.
 
-    If another thread runs pure Python, a thread that needs the GIL after each native poll would wait 5 ms each time,
-    longer than the transfer.
+    With the default of 5 ms, and another thread in pure Python, a polling thread would wait 5 ms for the GIL after each
+    native poll, longer than the transfer takes.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may end a `Hurry` inside `add`
+        self._lock = threading.RLock()  # the garbage collector may finalize a `Hurry` inside `add`
         self._count = 0
         self._seconds = sys.getswitchinterval()
 

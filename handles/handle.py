@@ -1,4 +1,4 @@
-"""`Handle`: the result of every call, the same for every kind of operation."""
+"""Defines `Handle`, which every call of aiodist returns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Handle(_core.Handle, Generic[T]):
     Any number of tasks may await a handle, also after its operation is done. Cancelling an await does not stop the
     operation: its buffers stay in use until the end, and awaiting the handle again returns the result.
 
-    An operation is pending first. Later it returns, raises or is withdrawn, once.
+    A pending operation returns, raises or is withdrawn, exactly once.
 
     ```python
     handle = coll.allreduce(torch.ones(4))  # starts here
@@ -94,7 +94,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _yielding(self) -> Generator[Any, None, T]:
-        """Let the loop run once: awaits that never suspend would starve the loop."""
+        """Let the loop run once, since awaits that never suspend would starve the loop."""
         self._progress.last_ran = perf_counter()
         try:
             yield
@@ -110,7 +110,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _leave(self) -> None:
-        """Hook for subclasses, called after each wait."""
+        """Hook for subclasses, called when an await ends without the outcome."""
 
     def _suspend(self) -> Generator[Any, None, None]:
         loop = self._progress.loop
@@ -213,19 +213,19 @@ class Handle(_core.Handle, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Block this thread until the operation is done. Return its result.
 
-        For any thread except the one of the event loop. The wait also ends while the loop is blocked, unless the loop
-        makes the handle of others: in `gather`, in a list of receives, and in a new communicator.
+        For any thread except the one of the event loop. The loop may be blocked meanwhile, except for handles that the
+        loop itself ends: those of `gather`, of a list of receives, and of a new communicator.
 
         Args:
-            timeout: longest wait in seconds, or None for the operation's own timeout.
+            timeout: longest wait in seconds, or None. The operation's own timeout ends the wait too.
 
         Returns:
             The result of the operation.
 
         Raises:
             RuntimeError: on the event loop's thread, which would be blocked, and in a forked child.
-            OperationTimeout: after `timeout` seconds. The operation continues, so another wait is possible.
-            Exception: the error of the operation.
+            OperationTimeout: after either timeout. The operation continues, so another wait is possible. Exception: the
+            error of the operation.
 
         Example:
             ```python
@@ -234,7 +234,7 @@ class Handle(_core.Handle, Generic[T]):
             ```
         """
         if self._progress.owns_thread():
-            self._consumed = True  # the error below is enough
+            self._consumed = True  # the error below is report enough
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
         if not self._look():
             self._progress.check_not_forked(self)
@@ -249,15 +249,15 @@ class Handle(_core.Handle, Generic[T]):
     def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
         """Block this thread until the handle is done, for at most `timeout` seconds. Return True if the handle is done.
 
-        For streams: unlike `wait`, the call raises no error of the operation, and retrieves no outcome. True for
-        `looks` polls before the thread sleeps. False leaves the core to other threads immediately.
+        For streams: unlike `wait`, the call raises no error of the operation, and retrieves no outcome. For an
+        operation in a lane, `looks` lets the thread poll for a moment before each sleep.
         """
         until = None if timeout is None else monotonic() + timeout
         with Waiting(self._offers_work, limited=until is not None):
             return self._block_until(until, looks)
 
     def _block_unless(self, gone: Callable[[], bool]) -> bool:
-        """As `_block_for` without a timeout. Return False soon after `gone()` has become True.
+        """Block as `_block_for` does. Return False soon after `gone()` returns True.
 
         The calling thread counts as waiting without limit, or until the deadline of the operation.
         """
@@ -268,7 +268,7 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def _offers_work(self) -> bool:
-        """Return True if a blocked thread can continue: the handle is done, or its finisher must be called."""
+        """Return True if a blocked thread can continue, since the handle is done or its finisher waits for a thread."""
         return (
             self._status is not _PENDING
             or self._finisher is not None
@@ -276,7 +276,7 @@ class Handle(_core.Handle, Generic[T]):
         )
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
-        while self._in_lane:  # this thread may be the only one that runs
+        while self._in_lane:  # this thread polls the lane: no other thread may be running
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:
                 return not self._is_pending
@@ -288,7 +288,7 @@ class Handle(_core.Handle, Generic[T]):
         event = self._event  # set when the handle is done, and when a thread can run its finisher
         while self._status is _PENDING:
             if self._finisher is not None:
-                event.set()  # this thread runs code, see `_offers_work`
+                event.set()  # this thread counts as running, see `_offers_work`
             finish(self)
             if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
                 return self._status is not _PENDING
@@ -300,7 +300,7 @@ class Handle(_core.Handle, Generic[T]):
         """Order `stream` after this operation and return immediately: the host does not wait.
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`, or None for the current CUDA stream. The
-        stream continues after a failed operation too: only awaiting the handle raises the error. Raises `RuntimeError`
+        stream continues after a failed operation too. Only awaiting the handle raises the error. Raises `RuntimeError`
         without such a stream. Raises too, on the loop's thread, for an operation that the host has not begun
         completely. Cost: 2 us.
         """
@@ -362,7 +362,7 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def detach(self) -> Self:
-        """Mark the operation as one that no code awaits. Return the handle.
+        """Mark the operation as one that the program need not await. Return the handle.
 
         Dropping the handle then gives no warning, and no report calls the operation late. An example is a receive that
         a service keeps posted: `request = await coll.recv_object().detach()`. An error that was never retrieved is

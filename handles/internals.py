@@ -1,4 +1,4 @@
-"""The runtime's functions on a handle, which users do not have: more ways to wait, and facts for reports."""
+"""Functions of the runtime on handles, hidden from users: further ways to wait, and facts for reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_pending(handle: Handle[Any]) -> bool:
 
 
 def fence_of(handle: Handle[Any]) -> Fence | None:
-    """Return the place of a pending `handle` on a device, or None."""
+    """Return the fence of a pending `handle`, or None if the operation is done or has no place on a device."""
     fence: Fence | None = handle._fence
     return fence
 
@@ -75,26 +75,26 @@ def add_waiter(handle: Handle[Any], waiter: Waiter) -> None:
 
 
 def add_observer(handle: Handle[Any], waiter: Waiter) -> None:
-    """As `add_waiter`, but the waiter does not count as a retrieval of the outcome."""
+    """Call `waiter.wake` as after `add_waiter`, without a retrieval of the outcome."""
     handle._add_observer(waiter)
 
 
 def remove_waiter(handle: Handle[Any], waiter: Waiter) -> None:
-    """Remove `waiter`, if still there."""
+    """Remove `waiter`, unless the waiter was woken or removed already."""
     handle._remove_waiter(waiter)
 
 
 def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = True) -> bool:
     """Block this thread until `handle` is done, for at most `timeout` seconds. Return True if the handle is done.
 
-    Unlike `Handle.wait`, the call raises no error of the operation, and retrieves no outcome. True for `looks` polls
-    before the thread sleeps.
+    Unlike `Handle.wait`, the call raises no error of the operation, and retrieves no outcome. For an operation in a
+    lane, `looks` lets the thread poll for a moment before each sleep.
     """
     return handle._block_for(timeout, looks=looks)
 
 
 def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
-    """As `block` without a timeout. Return False soon after `gone()` has become True, such as `loop.is_closed`."""
+    """Block as `block` does. Return False soon after `gone()`, such as `loop.is_closed`, returns True."""
     return handle._block_unless(gone)
 
 
@@ -102,7 +102,7 @@ def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
 
 
 def is_awaited(handle: Handle[Any]) -> bool:
-    """Return True if code waits for `handle` now, or False for a detached handle."""
+    """Return True if `handle` has a waiter or a thread has waited for it, and False if `handle` is detached."""
     return bool(handle._waiters or handle._event) and not handle._detached
 
 
@@ -112,7 +112,7 @@ def is_detached(handle: Handle[Any]) -> bool:
 
 
 def is_retrieved(handle: Handle[Any]) -> bool:
-    """Return True if code has awaited or detached `handle`, or asked for the outcome."""
+    """Return True if code has retrieved or asked for the outcome, so that dropping `handle` is no loss."""
     return handle._consumed
 
 
@@ -123,5 +123,5 @@ def was_looked_at(handle: Handle[Any]) -> bool:
 
 
 def seconds_left(handle: Handle[Any]) -> float | None:
-    """Return the seconds until the handle's own deadline, or None without a deadline, or after its report."""
+    """Return the seconds until the handle's own deadline, or None if no deadline is to come."""
     return None if handle._expires is None else handle._expires - monotonic()

@@ -1,4 +1,4 @@
-"""Runs programs: coroutines whose steps are transfers, resumed by the thread that makes progress.
+"""Runs programs, which are coroutines whose steps are transfers, on the thread that makes progress.
 
 A program awaits `transfers([...])`, the transfers of one step, and `together(...)`, programs that run at the same time.
 A program is no task of the loop, so the operation continues while no task awaits the handle, and while user code
@@ -22,7 +22,7 @@ Program = Coroutine[Any, Any, T]
 Transfer = Callable[[Done], None]
 """Function that starts a transfer or waits for an event.
 
-The function calls its argument once, perhaps before the return.
+The function calls its argument once, when the transfer has ended, perhaps before the function returns.
 """
 Finish = Callable[[Any, BaseException | None], None]
 """Callback for the result of a program, or for its error."""
@@ -32,7 +32,7 @@ _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, Arithm
 
 
 def ours(error: Exception) -> AiodistError:
-    """Return an error of aiodist unchanged, or a `BackendError` raised from another `error`."""
+    """Return an `AiodistError` unchanged, and any other `error` as the cause of a `BackendError`."""
     if isinstance(error, AiodistError):
         return error
     wrapped = BackendError(f"{type(error).__name__}: {error}")
@@ -49,8 +49,8 @@ def transfers(step: Sequence[Transfer]) -> Generator[Sequence[Transfer], None, N
 def prepare(function: Callable[P, Program[T]], *args: P.args, **kwargs: P.kwargs) -> Program[T]:
     """Return the program of `function(*args)`, to be run, closed or dropped.
 
-    Python warns of a coroutine that never begins. The returned program has begun, and calls `function` when the program
-    runs.
+    The returned program has begun, since Python warns of a coroutine that never begins. The program calls `function`
+    when it is run.
     """
     program = _prepared(function, *args, **kwargs)
     program.send(None)
@@ -64,12 +64,12 @@ async def _prepared(function: Callable[P, Program[T]], *args: P.args, **kwargs: 
 
 @coroutine
 def resume(program: Program[T]) -> Generator[Any, Any, T]:
-    """Continue a prepared program to its result: Python does not await a coroutine that has begun."""
+    """Run a prepared program to its result. Python has no await for a coroutine that has begun."""
     return (yield from program.__await__())
 
 
 async def together(*programs: Program[T]) -> list[T]:
-    """Run several programs at the same time and return their results. The messages of each need tags of their own."""
+    """Run several programs at the same time and return their results. Each program needs tags of its own."""
     if len(programs) == 1:
         return [await programs[0]]
     parts = [Nested(program) for program in programs]
@@ -100,7 +100,7 @@ class _Part:
             run.part_over(error)
 
     def fails(self, error: BaseException) -> None:
-        """Report the `error` of a transfer that may never end."""
+        """Report the `error` of a nested program whose transfers may never end."""
         if self._run is not None:
             self._run.fail(error)
 
@@ -130,13 +130,14 @@ class _Run:
             self._error = None
             # The step is kept until all transfers have ended: a transfer may hold the only reference to its tensor.
             self._step = step
-            # One more than the transfers, so that a transfer that ends immediately does not resume the program within.
+            # One more than the transfers, so that a transfer that ends immediately does not resume the program inside
+            # this loop.
             self._left = len(step) + 1
             for start in step:
                 part = _Part(self)
                 try:
                     start(part)
-                except Exception as raised:  # noqa: BLE001  - as above; the other transfers start: ranks wait
+                except Exception as raised:  # noqa: BLE001  - as above; other ranks wait for the other transfers
                     self._error = self._error or ours(raised)
                     part(self._error)
             self._left -= 1

@@ -46,7 +46,7 @@ class Operation(Generic[T]):
         *,
         polled: bool = True,
     ) -> None:
-        """False for `polled`: a task or a thread ends the operation, so an await polls no transport."""
+        """If `polled` is False, an await does not poll transports, since a task or a thread ends the operation."""
         self.handle: Handle[T] = self.handle_type(progress, op, seq, nbytes, origin, account)
         self.handle._polled = polled
 
@@ -85,7 +85,7 @@ class Operation(Generic[T]):
         self.handle._settle(Status.CANCELLED, None)
 
     def finish_with(self, call: Callable[[], object]) -> None:
-        """Let `call` end the operation, in the loop's thread or in a waiting thread (any thread may call this)."""
+        """Let the loop's thread or a waiting thread end the operation by `call` (any thread may call this method)."""
         handle = self.handle
         handle._finisher = call
         handle._progress.post(partial(finish, handle))
@@ -103,7 +103,10 @@ class Operation(Generic[T]):
     # --- deadlines -------------------------------------------------------------------------------------------
 
     def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
-        """Raise `OperationTimeout` in each wait `seconds` from now. `late` returns the late ranks with their lines."""
+        """Raise `OperationTimeout` in all waits `seconds` from now, or else in the next wait.
+
+        `late` is as in `set_late`.
+        """
         check_timeout(seconds)
         seconds = float(seconds)  # a number of numpy may have fewer digits than the sum needs
         handle = self.handle
@@ -113,22 +116,22 @@ class Operation(Generic[T]):
         handle._progress.on_loop(partial(handle._progress.timers.add, handle, handle._expires, seconds))
 
     def set_late(self, late: Callable[[], dict[int, str]]) -> None:
-        """Let `late` return the ranks for which the operation waits, each with its line."""
+        """Let `late` return the ranks for which the operation waits, each with its place in the program."""
         self.handle._late = late
 
     def expire(self) -> None:
-        """Let the deadline pass now. A task that begins to wait later raises `OperationTimeout` too."""
+        """Let the deadline pass now. All waits raise `OperationTimeout`, or the next wait if no code waits now."""
         self.handle._expires = 0.0
         self.handle._tell_late()
 
     # --- facts for the user and for reports ------------------------------------------------------------------
 
     def keep(self, *objects: object) -> None:
-        """Keep `objects` alive until the operation has ended, in place of those of an earlier call."""
+        """Keep `objects` alive until the operation has ended. Release the objects of an earlier call."""
         self.handle._keep = objects
 
     def set_fence(self, fence: Fence) -> None:
-        """Set the place of the operation on a device: `fence` orders streams after the operation."""
+        """Let `fence` order streams of a device after the operation."""
         self.handle._fence = fence
 
     def set_parts(self, parts: Iterable[Handle[Any]]) -> None:
@@ -153,17 +156,17 @@ class Operation(Generic[T]):
         self.handle._version = version
 
     def set_in_place(self, in_place: bool) -> None:
-        """Record if the result is in the caller's memory, so that a dropped handle loses nothing."""
+        """Record if the result is in the caller's memory. Dropping the handle then loses nothing."""
         self.handle._writes = in_place
 
     def mark_retrieved(self) -> None:
-        """Report nothing when the handle is dropped, as after a retrieval of the outcome."""
+        """Report nothing when the handle is dropped, as if the outcome had been retrieved."""
         self.handle._consumed = True
 
     # --- traces ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Ended) -> None:
-        """Call `observer(handle)` at the end of the operation, in the ending thread, if a trace is recorded."""
+        """Call `observer(handle)` in the thread that ends the operation, if a trace is recorded then."""
         self.handle._observer = observer
 
     def follow(self, track: str) -> None:

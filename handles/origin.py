@@ -32,7 +32,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _folder_of(package: str) -> Path:
-    """Return the folder of a package without importing it: of anyio, whose portals make calls for threads, or torch."""
+    """Return the folder of `package`, found without an import, or this file if the package is not installed."""
     spec = importlib.util.find_spec(package)
     return Path(__file__) if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -40,13 +40,13 @@ def _folder_of(package: str) -> Path:
 _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
 _CALLS_OURS = f"{_folder_of('torch')}/"
-"""Folder of torch, whose modules, autograd and `torch.distributed` call aiodist: reports name the program's line."""
+"""Folder of torch, whose lines no report names: its modules, autograd and `torch.distributed` call aiodist."""
 
 
 class _Files(dict[str, bool | None]):
     """A cache by file name: True for files whose lines no report names, False for files of the program.
 
-    None stands for the file of `Call`, whose frames know the line of the call.
+    None is for the file of `Call`, whose frames know the line of the call.
     """
 
     def __missing__(self, filename: str) -> bool:
@@ -55,7 +55,7 @@ class _Files(dict[str, bool | None]):
 
 
 known_files = _Files()
-"""Known files, with True if reports name the line of the caller instead."""
+"""Cache of the files seen so far."""
 
 
 def is_ours(filename: str) -> bool:
@@ -64,7 +64,7 @@ def is_ours(filename: str) -> bool:
 
 
 def whence(depth: int) -> tuple[CodeType, int]:
-    """Return the fields of an `Origin`. The hot path makes the object only for a report."""
+    """Return the fields of `Origin.here(depth)`. Only a report makes the object."""
     frame = _getframe(depth)
     while True:
         code = frame.f_code
@@ -108,7 +108,10 @@ def described(op: str, seq: int, origin: Origin | None) -> str:
 
 
 def listed(handles: Iterable[_core.Handle]) -> str:
-    """Return the names of operations in messages, for more than three of a kind their number and the first three."""
+    """Return the names of operations for a message.
+
+    More than three of a kind are counted, and the first three named.
+    """
     kinds: dict[str, dict[str, None]] = {}
     for handle in handles:
         kinds.setdefault(handle.op, {})[str(handle)] = None

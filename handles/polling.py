@@ -11,7 +11,7 @@ pending, the thread looks at least every millisecond, and polls each loop that h
 only a sleeping thread can forget an operation. Before a sleep, the thread sets `alarm.asleep`, then checks *with the
 transport lock* that nothing is pending, then waits for a ring. Two kinds of work are pending:
 
-- Calls in the inbox. A thread that adds a call reads `asleep` afterwards, and rings if it is True. So either this
+- Calls in the inbox. A thread that adds a call reads `asleep` afterwards, and rings if `asleep` is True. So either this
 thread sees that the progress thread is about to sleep, or the progress thread sees the call.
 - Requests of pollers, which change only with the lock held. Between two steps of an operation a poller has no request,
   perhaps for long, since the next step may copy much data. Without the lock, the progress thread could sleep through
@@ -48,7 +48,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self.asleep = True
-        """True if the thread sleeps without a timeout, or is about to: the next operation must ring."""
+        """True if the thread sleeps without a timeout, or is about to sleep so. The next operation must then ring."""
         self._doorbell = _core.Doorbell()
 
     def ring(self) -> None:
@@ -64,7 +64,7 @@ class Alarm:
         """Let the thread sleep at a doorbell that a native library rings."""
         before, self._doorbell = self._doorbell, doorbell
         before.ring()
-        doorbell.ring()  # for a thread that rings the old one while the progress thread goes to sleep at the new one
+        doorbell.ring()  # another thread may have rung only the old doorbell
 
     def leave(self, doorbell: _core.Doorbell) -> None:
         """Let the thread sleep at its own doorbell again."""
@@ -76,7 +76,10 @@ alarm: Final = Alarm()
 
 
 class TransportLock:
-    """See [Note: transport lock]. The end of a `with` block wakes the progress thread for requests of the block."""
+    """See [Note: transport lock].
+
+    The end of a `with` block wakes a sleeping progress thread, since the block may have made requests.
+    """
 
     def __init__(self) -> None:
         lock = threading.Lock()
@@ -100,7 +103,7 @@ transport_lock: Final = TransportLock()
 
 
 class Poller(Protocol):
-    """All pending requests of one native library on one loop (transport lock held)."""
+    """All pending requests of one native library on one loop. Only `poll` needs the transport lock."""
 
     def poll(self, until: float = 0.0) -> bool:
         """Make progress, end the operations of finished requests, and return True if any finished.
@@ -114,7 +117,7 @@ class Poller(Protocol):
 
     @property
     def rings(self) -> bool:
-        """True if the doorbell of `Alarm.sleep_at` rings when a request may have moved."""
+        """True if the library rings the doorbell of `Alarm.sleep_at` when a request may have progressed."""
 
 
 class Pace(Enum):
@@ -127,7 +130,7 @@ class Pace(Enum):
     | POLLING | PARKED | the loop's | 300 us without progress, or work that the progress thread must poll |
     | PARKED | IDLE | the loop's | `Progress.resume` finds nothing pending |
     | PARKED | IDLE | the progress thread | a pass leaves nothing pending |
-    | IDLE | PARKED | a thread of a transport | it has made requests (`LoopWork.ensure_polled`) |
+    | IDLE | PARKED | a thread of a transport | the thread has made requests (`LoopWork.ensure_polled`) |
     """
 
     IDLE = "nothing is pending"
@@ -139,14 +142,15 @@ _IDLE, _POLLING, _PARKED = Pace.IDLE, Pace.POLLING, Pace.PARKED
 
 
 class LoopWork(_core.Pacer):
-    """The pending work of one event loop, with the calls for any thread (see `Progress`).
+    """The pending work of one event loop, with methods for any thread. `Progress` adds the loop's own methods.
 
     Writers of its attributes:
 
-    - `_lock` held: `pace`, `large`, `at_work`, `threads_waiting` and the tuple of pollers.
-    - Transport lock held: `offloaded`, the failures of pollers, the start of `inbox`. Any thread appends to `inbox`.
+    - A thread that holds `_lock` writes `pace`, `large`, `at_work`, `threads_waiting` and the tuple of pollers.
+    - A thread that holds the transport lock writes `offloaded` and the failures of pollers, and takes calls from
+      `inbox`. Any thread appends to `inbox`.
     - Each thread adds and removes its own number in `computing`.
-    - `polls` and `last_ran` are hints: a lost update only delays a look of the progress thread.
+    - `polls` and `last_ran` are hints: a lost update only delays a check by the progress thread.
 
     `last_ran` is the time of aiodist's last callback on the loop, in seconds of `perf_counter`. True for `crowded`
     means that ranks outnumber cores: a spinning thread then lets other threads run in between.
@@ -164,14 +168,17 @@ class LoopWork(_core.Pacer):
         self.last_ran = perf_counter()
         self.thread_id = threading.get_ident()
         self.computing: set[int] = set()
-        """Numbers of the threads of host streams that compute now, without threads that wait for a handle."""
+        """Numbers of the threads of host streams that compute now.
+
+        A thread that waits for a handle does not compute.
+        """
         self.pace = _IDLE
         self.inbox: deque[Callable[[], None]] = deque()
         """Calls to be made with the transport lock held, in order."""
         self.large = 0
         """Number of transfers and calls that the progress thread drives."""
         self.at_work = 0
-        """Number of those in `large` that need no other rank: copies, and calls of the progress thread."""
+        """Number of transfers and calls in `large` that need no other rank, such as copies."""
         self.offloaded = 0
         """Number of jobs of other threads and devices that are not reported as ended."""
         self.threads_waiting = 0
@@ -182,7 +189,7 @@ class LoopWork(_core.Pacer):
         """Functions that the loop calls with the error of a removed poller, whose requests never end."""
         self._pollers: tuple[Poller, ...] = ()
         self._failing: dict[Poller, tuple[float, float]] = {}
-        """Times of the first and the last error of each failing poller."""
+        """Times of the first and the last error of each failing poller, in seconds of `perf_counter`."""
         self._posted: deque[Callable[[], object]] = deque()
         self._waking = False
         """True if the loop has been woken for posted calls that have not run yet."""
@@ -207,12 +214,12 @@ class LoopWork(_core.Pacer):
         return bool(self.inbox) or any(map(len, self._pollers))
 
     def busy(self) -> bool:
-        """Return True if work may end without another rank: work of a thread or a device, or a transfer."""
+        """Return True if pending work may end without another rank, such as a posted call, a copy or a job."""
         others = (len(poller) for poller in self._pollers if not getattr(poller, "of_ranks", False))
         return bool(self.inbox or self._posted or self.offloaded or self.at_work) or any(others)
 
     def rings(self) -> bool:
-        """Return True if the doorbell rings for everything that is pending."""
+        """Return True if the doorbell rings for all pending work."""
         return not self.inbox and all(poller.rings for poller in self._pollers if len(poller))
 
     def remove_poller(self, poller: Poller) -> None:
@@ -222,7 +229,7 @@ class LoopWork(_core.Pacer):
         self._failing.pop(poller, None)
 
     def ensure_polled(self) -> None:
-        """Let a thread poll the requests that the calling thread of a transport has made.
+        """Ensure that a thread polls the requests that the caller, a thread of a transport, has made.
 
         The caller holds the transport lock. `Progress.start` does the same for the requests of its calls.
         """
@@ -233,8 +240,8 @@ class LoopWork(_core.Pacer):
                 alarm.ring()
 
     def stir(self) -> None:
-        """Let libraries make progress for a moment without a request, since another rank may wait for that."""
-        if transport_lock.acquire(False):  # else a thread polls now
+        """Let libraries make progress for a moment without a request, since another rank may need that progress."""
+        if transport_lock.acquire(False):  # else another thread polls now
             try:
                 for poller in self._pollers:
                     if (stir := getattr(poller, "stir", None)) is not None:
@@ -267,9 +274,9 @@ class LoopWork(_core.Pacer):
     # --- counts ----------------------------------------------------------------------------------------------
 
     def add_large(self, count: int, *, of_ranks: bool = False) -> None:
-        """Count transfers and calls that only the progress thread may drive (any thread).
+        """Add `count`, also negative, to the transfers and calls that only the progress thread drives (any thread).
 
-        True for `of_ranks` means that these may wait for other ranks.
+        True for `of_ranks` means that these transfers may wait for other ranks.
         """
         with self._lock:
             self.large += count
@@ -293,11 +300,11 @@ class LoopWork(_core.Pacer):
         return finished
 
     def hurry(self, count: int) -> None:
-        """Count the operations whose end needs the GIL soon (any thread)."""
+        """Add `count`, also negative, to the operations whose end needs the GIL soon (any thread)."""
         self._hurry.add(count)
 
     def thread_waits(self, count: int, *, polled: bool) -> None:
-        """Count other threads that wait for handles, so that these threads get the GIL sooner.
+        """Add `count`, also negative, to the threads that wait for handles. These threads then get the GIL sooner.
 
         True for `polled` means that these threads wait for polled work: the progress thread then polls, since the loop
         may be blocked.
@@ -348,7 +355,8 @@ class LoopWork(_core.Pacer):
         made = False
         while self.inbox:
             made = True
-            # A running call stays in the inbox: a thread that finds nothing pending would go to sleep.
+            # A running call stays in the inbox, so that the work counts as pending and the progress thread does not
+            # sleep.
             try:
                 self._call(self.inbox[0])
             finally:
@@ -356,7 +364,10 @@ class LoopWork(_core.Pacer):
         return made
 
     def drive(self) -> bool:
-        """Make the calls of the inbox, else one pass, for the progress thread. Return True if this had an effect."""
+        """Make the calls of the inbox, or one pass if there are none.
+
+        Return True if a call was made or an operation ended.
+        """
         transport_lock.acquire()  # not `with`, which would ring
         try:
             completed = self.make_calls() or self.poll()
@@ -373,19 +384,22 @@ class LoopWork(_core.Pacer):
     def _call(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001  - the calls after it are made
+        except Exception as error:  # noqa: BLE001  - later calls are still made
             self._start_failed(call, error)
 
     def _start_failed(self, call: Callable[[], None], error: Exception) -> None:
         self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def _poller_failed(self, poller: Poller, error: Exception) -> None:
-        """Report the first error. Remove a poller that raises for `_FAILING_SECONDS`, since code may wait."""
+        """Report the first error of a series.
+
+        After `_FAILING_SECONDS` of errors, remove the poller and notify its users.
+        """
         now = perf_counter()
         since, last = self._failing.get(poller, (now, -inf))
         if now > last + _FAILING_SECONDS:  # the first error, or the first after a while
             since = now
-            self.report(f"{poller!r} failed, and is polled on", error)
+            self.report(f"{poller!r} failed, and is still polled", error)
         self._failing[poller] = (since, now)
         if now > since + _FAILING_SECONDS:
             self.remove_poller(poller)
@@ -430,5 +444,5 @@ class LoopWork(_core.Pacer):
             fn = self._posted.popleft()
             try:
                 fn()
-            except Exception as error:  # noqa: BLE001  - the calls after it are made
+            except Exception as error:  # noqa: BLE001  - later calls are still made
                 self._report(f"{fn} failed", error)

@@ -1,4 +1,4 @@
-"""`Posted` handles: an operation runs only while code waits for its handle, and else leaves messages to others."""
+"""`Posted` handles, whose operation pauses after the last wait and then leaves messages to other receives."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 class Stoppable(Protocol):
-    """The owner of a `Posted` handle, which can stop its operation."""
+    """The owner of a `Posted` handle. The owner can pause the operation."""
 
     paused: bool
-    """True while the operation is stopped."""
+    """True while the operation is paused."""
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """Keep the handle alive, since code waits. None ends that."""
+        """Keep `handle` alive, since code waits. None releases the handle."""
 
     def settled(self) -> None:
         """Release the handle, which is finished."""
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """Stop the operation if that loses nothing, since the last wait ended without the outcome (any thread)."""
+        """Pause the operation if nothing is lost, since the last wait ended without the outcome (any thread)."""
 
     def resume(self, handle: Posted[Any], /) -> None:
         """Continue the operation, since code waits for the handle again (any thread)."""
@@ -67,7 +67,7 @@ class Posted(Handle[T]):
         waiters = any(not isinstance(waiter, Onlooker) for waiter in tuple(self._waiters or ()))
         return waiters or bool(self._callbacks or self._detached or self._threads)
 
-    # --- waiting: as of `Handle` ------------------------------------------------------------------------------
+    # --- waiting, as in `Handle` ------------------------------------------------------------------------------
 
     def _suspend(self) -> Generator[Any, None, None]:
         self._attend()
@@ -145,7 +145,7 @@ class Posted(Handle[T]):
         self._owner.settled()
 
     def _dropped(self) -> None:
-        if not (self._is_pending and self._given_up):  # else the operation was withdrawn
+        if not (self._is_pending and self._given_up):  # no outcome is lost with a paused operation
             super()._dropped()
 
 
@@ -157,7 +157,7 @@ class PostedOperation(Operation[T]):
     handle_type: ClassVar[type[Handle[Any]]] = Posted
 
     def set_owner(self, owner: Stoppable) -> None:
-        """Let `owner` stop and continue the operation. Once, before the handle is returned."""
+        """Let `owner` pause and continue the operation. Called once, before the handle is returned."""
         self.handle._owner = owner
         self.handle._threads = 0
         self.handle._posted = True
@@ -169,7 +169,7 @@ class PostedOperation(Operation[T]):
 
     @property
     def consumed(self) -> bool:
-        """True if code has retrieved the outcome, or need not."""
+        """True if the outcome was retrieved or need not be retrieved."""
         return self.handle._consumed
 
     @property
@@ -204,7 +204,7 @@ class PostedOperation(Operation[T]):
         self.handle._remove_waiter(waiter)
 
     def set_consumed(self, consumed: bool = True) -> None:
-        """Record if the outcome is retrieved, or need not be."""
+        """Record if the outcome was retrieved or need not be retrieved."""
         self.handle._consumed = consumed
 
     def peek(self) -> BaseException | None:

@@ -1,7 +1,7 @@
 """`Progress` drives the pending operations of an event loop: the loop polls, or the progress thread does.
 
-A transport makes progress only while a thread calls into it. docs/design/handles.md has the turns of an await, the loop
-and the progress thread. `LoopWork` (`polling.py`) has the notes on the transport lock and on wake-ups.
+A transport makes progress only while a thread calls into it. docs/design/handles.md says when an await, the loop and
+the progress thread poll. `LoopWork` (`polling.py`) has the notes on the transport lock and on wake-ups.
 """
 
 from __future__ import annotations
@@ -31,29 +31,33 @@ LARGE_BYTES = 1 << 22
 """Least size, in bytes, of a transfer that the progress thread drives: a native poll may last milliseconds."""
 
 _POLL_SECONDS = 300e-6  # time of polling after the last progress, before the loop parks
-_PATIENCE_SECONDS = 50e-6  # time for which the loop waits for the lock, whose holder needs the GIL of a spinning loop
+_PATIENCE_SECONDS = 50e-6  # longest wait of the loop for the lock, without the GIL, which the holder may need
 _FORKED_SECONDS = 0.02  # period in which the loop of a forked child looks for calls of its threads
 _POLLING, _PARKED, _IDLE = Pace.POLLING, Pace.PARKED, Pace.IDLE
 
 
 class Driven(Protocol):
-    """Pending operations that a thread without Python drives, as polls also do."""
+    """Pending operations that polls and a thread without Python drive."""
 
     @property
     def heavy(self) -> bool:
-        """True if more bytes are in flight than other threads should drive: the loop sleeps."""
+        """True if many bytes are in flight. The thread without Python then drives them alone, and the loop sleeps."""
 
     def sleep(self) -> bool:
-        """Call `Progress.resume` at the next end, since the loop will not poll. Return False if there was an end."""
+        """Let the next end call `Progress.resume`, since the loop will not poll.
+
+        Return False if an operation has ended.
+        """
 
 
 class Progress(LoopWork, Quiet):
     """Starts the operations of one event loop, and polls the pending ones while that is worthwhile.
 
     `Progress.current()` returns the object of the running loop. Only the loop's thread writes the attributes of this
-    class. Other threads write those of `LoopWork` too. `spin_seconds` is the longest spin of an await. `looked_in_vain`
-    is the time of the last spin without success. True for `fair` lets awaits that never suspend yield now and then. The
-    callbacks run code of the program only at the end of an operation, and in posted calls: see `busy`.
+    class, except `belongings`. Other threads also write attributes of `LoopWork`. `spin_seconds` is the usual longest
+    spin of an await. `looked_in_vain` is the time of the last spin without success, in seconds of `perf_counter`. True
+    for `fair` lets awaits that never suspend yield now and then. The callbacks run code of the program only at the end
+    of an operation, and in posted calls.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()
@@ -65,7 +69,7 @@ class Progress(LoopWork, Quiet):
         self.fair = True
         self.timers = Timers(loop)
         self.driven: list[Driven] = []
-        """Operations whose own thread wakes the loop while the loop does not poll."""
+        """Sets of operations whose own thread wakes the loop while the loop does not poll."""
         self.own_files: set[int] = set()
         """File descriptors that the loop watches only for aiodist."""
         self.belongings: dict[object, Any] = {}
@@ -75,7 +79,7 @@ class Progress(LoopWork, Quiet):
         self._inside = False
         """True while the loop's thread holds the transport lock, to poll or to make a call."""
         self._quiet_since = 0.0
-        """Time of the last progress."""
+        """Time of the last progress, in seconds of `perf_counter`."""
         self._forked = False
         """True in a forked child."""
 
@@ -117,7 +121,7 @@ class Progress(LoopWork, Quiet):
     # --- issuing ---------------------------------------------------------------------------------------
 
     def start(self, call: Callable[[], None]) -> None:
-        """Make a native call that starts a transfer, now or when the holder of the transport lock makes it.
+        """Make `call`, which starts a transfer, now, or let the holder of the transport lock make the call later.
 
         `call` runs with the transport lock held, in order with the other calls. `call` must not raise (see `guarded` of
         `aiodist.backends.base`). An error goes only to the loop's exception handler.
@@ -223,7 +227,7 @@ class Progress(LoopWork, Quiet):
                 self._inside = False
 
     def spin(self, handle: _core.Handle) -> None:
-        """Poll until `handle` is done, for at most `spin_seconds` (loop's thread)."""
+        """Poll until `handle` is done, but not longer than `look_until` allows (loop's thread)."""
         if not handle._polled or self.large:
             return
         for driven in self.driven:

@@ -32,7 +32,7 @@ class ProgressThread:
         self._idle_since = self._busy_since = perf_counter()
 
     def wake(self, work: LoopWork) -> None:
-        """Poll for a loop that will not poll (any thread)."""
+        """Wake the thread, to poll for a loop that will not poll (any thread)."""
         if not work.watched:
             self.add(work)
         alarm.ring()
@@ -51,8 +51,8 @@ class ProgressThread:
     def end(self, seconds: float | None = _END_SECONDS) -> None:
         """End and join the thread, since the interpreter ends.
 
-        CPython before 3.14 ends a thread that returns from a native call into a finalized interpreter inside torch,
-        which aborts the process (python/cpython#87135).
+        CPython before 3.14 ends a thread that returns from a native call into a finalized interpreter. Inside torch,
+        this aborts the process (python/cpython#87135).
         """
         self._ending = True
         if self._thread is not None:
@@ -81,7 +81,7 @@ class ProgressThread:
                 self.pause(*self.look())
             except Exception as error:  # noqa: BLE001  - without the thread, operations never end
                 for work in self._alive():
-                    work.report("the progress thread failed, and goes on", error)
+                    work.report("the progress thread failed, and continues", error)
                 alarm.sleep(_MAX_PAUSE, for_all=True)
 
     def look(self) -> tuple[float | None, bool]:
@@ -119,7 +119,7 @@ class ProgressThread:
         return self._seen.get(id(work)) == work.polls
 
     def pause(self, seconds: float | None, left_to_us: bool) -> None:
-        """Sleep for `seconds`. None is without a timeout, 0 returns immediately.
+        """Sleep for `seconds`, or without a timeout for None. For 0, return immediately.
 
         True for `left_to_us` lets other processes wake the thread. While a loop polls for itself, a woken thread would
         only take the loop's core.

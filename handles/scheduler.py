@@ -45,7 +45,7 @@ class Scheduler:
 
     @property
     def limit(self) -> int:
-        """Limit of the bytes in flight, 268,435,456 by default. May be set at any time."""
+        """Limit of the bytes in flight, by default 268,435,456. The limit may be set at any time."""
         return self._limit
 
     @limit.setter
@@ -98,7 +98,10 @@ class Lane:
         self.waiting: deque[Permit] = deque()
 
     def request(self, nbytes: int, start: Callable[[], None]) -> Permit:
-        """Call `start` when `nbytes` may go, perhaps immediately. Call `release()` of the permit after the arrival."""
+        """Call `start` when `nbytes` may be in flight, perhaps now.
+
+        The caller releases the permit after the arrival.
+        """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: expected a number of bytes, at least 0")
         permit = Permit(self, nbytes, start)

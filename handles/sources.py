@@ -19,7 +19,7 @@ Done = Callable[[BaseException | None], None]
 
 
 def join(count: int, done: Done) -> Done:
-    """Return a callback that calls `done` with the first error after `count` calls.
+    """Return a callback whose call number `count` calls `done` with the first error, or None.
 
     The calls must not overlap: one thread makes all calls, or the transport lock is held.
     """

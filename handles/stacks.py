@@ -1,4 +1,4 @@
-"""The current lines of a program: of threads, and of tasks down to the innermost await."""
+"""Finds the lines at which threads and tasks are, for a task down to its innermost await."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 
 def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with lines, the outermost first (empty for a thread without Python).
+    """Return the frames of a thread with their lines, the outermost first, or [] for a thread without Python.
 
     All frames are of one moment. A walk in Python would let the thread continue, and Python 3.11 may crash then.
     """
@@ -42,7 +42,7 @@ def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
 
 
 def line_of_thread(thread_id: int) -> str:
-    """Return the innermost line of the program that a thread executes just now."""
+    """Return the innermost line of the program that a thread executes now, or "" if there is none."""
     return _innermost([(frame.f_code, line) for frame, line in frames_of_thread(thread_id)])
 
 

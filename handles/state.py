@@ -1,4 +1,4 @@
-"""The states, errors and waiters of a handle, with the operations and ranks before its end."""
+"""The states, errors and waiters of a handle, and the operations and ranks for which a handle waits."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _core.set_statuses(Status.PENDING, RETURNED)
 
 
 def unfinished(handle: _core.Handle) -> list[_core.Handle]:
-    """Return the pending operations for which `handle` waits: those of its parts, or itself."""
+    """Return the pending parts of a pending `handle`, or the handle itself if no part is pending."""
     if handle._status is not Status.PENDING:
         return []
     return [one for part in handle._parts or () for one in unfinished(part)] or [handle]
 
 
 def late_ranks(handle: _core.Handle) -> dict[int, str]:
-    """Return the ranks that this pending operation is known to wait for, each with a line."""
+    """Return the ranks that this pending operation is known to wait for, each with its place in the program."""
     if handle._status is not Status.PENDING:
         return {}
     if handle._parts is not None:
@@ -82,7 +82,7 @@ def lateness(handle: _core.Handle, seconds: float | None = None) -> OperationTim
 
 
 def error_of(handle: _core.Handle) -> BaseException | None:
-    """Return the error that awaiting this finished handle raises, a `CancelledError` too, or None for a result."""
+    """Return the error that awaiting this finished handle raises, or None for a result. This retrieves the outcome."""
     handle._consumed = True
     if handle._status is RETURNED:
         return None
@@ -93,7 +93,7 @@ def error_of(handle: _core.Handle) -> BaseException | None:
 
 
 def expired(handle: _core.Handle) -> OperationTimeout | None:
-    """Return the error of a passed deadline, only once: the next wait continues without a deadline."""
+    """Return the error if the deadline has passed, and remove the deadline, so that the next wait has none."""
     if handle._expires is None or monotonic() < handle._expires:
         return None
     handle._expires = None
@@ -104,7 +104,7 @@ def expired(handle: _core.Handle) -> OperationTimeout | None:
 
 Note = Callable[[Any], None]
 current_deadline: ContextVar[Note | None] = ContextVar("aiodist_deadline", default=None)
-"""Callback of the innermost `aiodist.timeout` around the running code, for each handle of a cancelled await."""
+"""Callback of the innermost `aiodist.timeout` around the running code, called with the handle of a cancelled await."""
 
 
 class Fence(Protocol):
@@ -125,7 +125,7 @@ class Waiter(Protocol):
 
 
 class FutureWaiter:
-    """One suspended `await` with a separate future, so that a cancellation leaves the handle alone."""
+    """One suspended `await` with a separate future, so that a cancellation leaves the handle pending."""
 
     __slots__ = ("future",)
 

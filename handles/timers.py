@@ -11,7 +11,7 @@ from typing import Protocol
 from weakref import ref
 
 _FINAL = ("close", "aclose")
-"""Calls that close a communicator: after their deadline the program ends with an error."""
+"""Calls that close a communicator."""
 _SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
 
 
@@ -53,7 +53,8 @@ class Timers(Quiet):
     """Reports deadlines to handles.
 
     Most operations finish long before the deadline. A timer of the loop for each operation would stay until then,
-    perhaps for half an hour. So a heap has the deadlines. Finished operations are removed when the heap has doubled.
+    perhaps for half an hour. So the deadlines are in a heap with one timer. Finished operations are removed when the
+    heap has doubled.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

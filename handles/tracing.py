@@ -1,4 +1,4 @@
-"""The receiver of trace spans, or None unless this process records."""
+"""Holds the receiver of trace spans, or None while this process records no trace."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from time import perf_counter
 from typing import Any, Protocol
 
 Ended = Callable[..., object]
-"""Called with a finished handle, and the name of the implementation if a lane has run the operation."""
+"""Callback with a finished handle, and with the name of the implementation if a lane has run the operation."""
 
 rank_of_task: ContextVar[int | None] = ContextVar("aiodist_rank_of_task", default=None)
-"""Rank of the running code, if several ranks are tasks of one process."""
+"""Rank of the running code if several ranks are tasks of one process, else None."""
 
 
 class Tracer(Protocol):
@@ -21,13 +21,13 @@ class Tracer(Protocol):
     def span(self, name: str, began: float, /, *, track: str = "", of_rank: int | None = None, **details: Any) -> None:  # noqa: ANN401
         """Record a span from `began`, in seconds of `perf_counter`, until now (any thread).
 
-        The default of `track` is the track of the calling thread, and of `of_rank` the rank of the running code. Cost:
-        a microsecond. Raises nothing.
+        The default `track` is that of the calling thread. The default `of_rank` is the rank of the running code. The
+        call takes a microsecond, and raises nothing.
         """
 
 
 class Tracing:
-    """Holds the receiver of spans of this process."""
+    """Holds the receiver of this process's spans, or None."""
 
     __slots__ = ("to",)
 

@@ -1,4 +1,4 @@
-"""The registry of waiting threads: each wait of aiodist enters its thread, and no thread reads frames of another."""
+"""Registry of the threads that wait inside aiodist. So no thread must read another thread's frames to learn that."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def result_of(future: Future[T]) -> T:
 
 
 def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
-    """Return True if a thread waits until another one wakes it. True for `limited` also counts waits with a limit."""
+    """Return True if a thread waits for another thread.
+
+    True for `limited` also counts waits that end after some time.
+    """
     wait = _waits.get(thread_id)
     if wait is None:
         return any(check(thread_id) for check in library_checks)
@@ -84,7 +87,8 @@ class JobQueue(Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Return the next job, blocking until there is one, or raise queue.Empty after `timeout` seconds.
 
-        A `timeout` is for callers that only check afterwards if a job may come: the thread counts as idle.
+        The thread counts as idle meanwhile, also with a `timeout`. So a caller may only use the timeout to check if
+        more jobs can come.
         """
         with Waiting(self._jobs.__len__):
             self._tokens.get(timeout=timeout)
