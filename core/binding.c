@@ -1,4 +1,4 @@
-// The Python module `aiodist._core`: conversion and lifetime of objects; the other files have the algorithms.
+// The Python module `aiodist._core`. This file converts and owns objects; the other files have the algorithms.
 //
 // Written by hand instead of Cython: the limited API gives one wheel for all versions of Python, and the source shows
 // the cost of an operation.
@@ -66,7 +66,7 @@ static PyObject *memory_map(Memory *self, PyObject *args) {
 static PyObject *memory_set_event(Memory *self, PyObject *event) {
     long given = PyLong_AsLong(event);
     if (given == -1 && PyErr_Occurred()) return NULL;
-    if (self->event >= 0) return PyErr_Format(PyExc_ValueError, "it has an event already");
+    if (self->event >= 0) return PyErr_Format(PyExc_ValueError, "the memory has an event already");
     self->event = (int)given;
     core_memory_set_event(self->memory, self->event);
     Py_RETURN_NONE;
@@ -145,7 +145,7 @@ static PyMethodDef engine_methods[] = {
     {0},
 };
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "Engine(doorbell, spin): a thread that drives lanes while no other does; polls for `spin` seconds."},
+    {Py_tp_doc, "Engine(doorbell, spin): a thread that drives lanes while no other thread does; it sleeps after `spin` seconds in vain."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_methods, engine_methods},
@@ -239,7 +239,7 @@ void lane_keep(Lane *lane, const core_op *op, PyObject *memory) {
     if (lane->limbo == NULL || PyList_Append(lane->limbo, memory) < 0) PyErr_WriteUnraisable((PyObject *)lane);
 }
 
-// Calls `done` of an ended operation, and frees it. `sys.unraisablehook` gets an exception of `done`.
+// Calls `done` of an ended operation, and frees the operation. `sys.unraisablehook` gets an exception of `done`.
 static void tell(Operation *o) {
     enum core_state state = core_op_state(&o->op);
     PyObject *done = o->done, *keep = o->keep, *error = NULL, *result = NULL;
@@ -307,7 +307,7 @@ static PyObject *completions_poll(Completions *self, PyObject *seconds) {
     return PyBool_FromLong(told);
 }
 
-// Returns False if an operation has ended already, or a segment is missing: then the loop must not sleep.
+// Returns False if an operation has ended already, or a segment is missing. The loop must then not sleep.
 static PyObject *completions_sleep(Completions *self, PyObject *none) {
     (void)none;
     atomic_store(&self->sleeps, true);
@@ -350,7 +350,7 @@ static PyObject *completions_tell(Completions *self, PyObject *none) {
 static PyMethodDef completions_methods[] = {
     {"tell", (PyCFunction)completions_tell, METH_NOARGS, "Call `done` of ended operations, without a poll."},
     {"poll", (PyCFunction)completions_poll, METH_O,
-     "poll(seconds): drive the lanes for so long, or until an operation has ended; call `done` of ended operations."},
+     "poll(seconds): drive the lanes for this time, or until an operation has ended; call `done` of ended operations."},
     {"sleep", (PyCFunction)completions_sleep, METH_NOARGS,
      "Make `event` readable at the next end, and wake the engine; return False if an operation has ended."},
     {"woken", (PyCFunction)completions_woken, METH_NOARGS,
@@ -363,7 +363,7 @@ static PyMemberDef completions_members[] = {
     {0},
 };
 static PyGetSetDef completions_getset[] = {
-    {"heavy", (getter)completions_heavy, NULL, "True if many bytes are in flight: the engine drives.", NULL},
+    {"heavy", (getter)completions_heavy, NULL, "True if many bytes are in flight: only the engine then drives.", NULL},
     {0},
 };
 static PyType_Slot completions_slots[] = {
@@ -408,7 +408,7 @@ static PyType_Spec operation_spec = {
 static PyTypeObject *operation_type;
 PyTypeObject *lane_type;
 
-// Reads the counts of all ranks from a sequence, or None; false with an exception set.
+// Reads the counts of all ranks from a sequence; false with an exception set.
 static bool read_counts(PyObject *given, uint64_t *counts, unsigned ranks) {
     if (PySequence_Size(given) != (Py_ssize_t)ranks) {
         if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "counts of %zd ranks: expected %u", PySequence_Size(given), ranks);
@@ -610,7 +610,7 @@ static PyMethodDef lane_methods[] = {
     {"refuse", (PyCFunction)lane_refuse, METH_O,
      "refuse(key): take no part in further operations whose keys equal `key` above the low KEY_BITS."},
     {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, "Abandon the lane: operations in flight end with an error."},
-    {"close", (PyCFunction)lane_close, METH_NOARGS, "Let no thread drive the lane any more."},
+    {"close", (PyCFunction)lane_close, METH_NOARGS, "Let no thread drive the lane any more, and release its memory."},
     {0},
 };
 static PyObject *lane_lent_bytes(Lane *self, void *closure) {

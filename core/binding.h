@@ -13,19 +13,18 @@
 #include "ranges.h"
 
 enum {
-    SLICE = 20000,          // nanoseconds of one drive of a lane by a Python thread
-    // With this many bytes in flight the engine drives from the start: an await would poll for more than a millisecond;
-    // a poller has other sources to poll; and a computing thread needs the GIL, which an await holds.
-    AWAITED_BYTES = 1 << 23,
-    POLLED_BYTES = 1 << 20,
-    BESIDE_BYTES = 1 << 18,
-    WHOLE_BYTES = 1 << 15,  // longest data that are copied as a whole, from any memory
+    SLICE = 20000,            // nanoseconds of one drive of a lane by a Python thread
+    // Bytes in flight from which only the engine drives.
+    AWAITED_BYTES = 1 << 23,  // in an await, which would poll for more than a millisecond
+    POLLED_BYTES = 1 << 20,   // in a poll, which has other sources too
+    BESIDE_BYTES = 1 << 18,   // in an await while another thread computes and needs the GIL
+    WHOLE_BYTES = 1 << 15,    // longest data that are copied as a whole, from any memory
 };
 
 typedef struct Lane Lane;
 typedef struct Issuer Issuer;
 
-// A place in a program: an instruction of a code object, converted to a line on demand. NULL: not known.
+// A place in a program, as an instruction of a code object. A report computes the line. `code` is NULL if unknown.
 typedef struct {
     PyObject *code;
     int instruction;
@@ -36,8 +35,8 @@ typedef struct {
     PyObject_HEAD
     _Atomic(core_op *) ended;    // operations whose `done` is due, the newest first; any thread pushes, one takes all
     _Atomic(core_op *) settled;  // ended operations of handles, the newest first
-    // True if the end of an operation must wake the loop by `event`. False while the loop's own thread drives lanes, as
-    // it looks afterwards, and after a wake-up that the loop has not handled yet.
+    // True if the end of an operation must wake the loop by `event`. False while a Python thread drives lanes, since
+    // that thread checks afterwards, and after a wake-up that the loop has not handled yet.
     _Atomic bool sleeps;
     _Atomic bool wants;          // a lane waits for a segment
     int event;
@@ -74,7 +73,7 @@ typedef struct {
     struct segment_range {
         uintptr_t start, end;
     } *segments;
-    unsigned count, told;  // the first `told` of them are published to the others
+    unsigned count, told;  // the first `told` segments are published to the other ranks
 } Segments;
 
 // Returns the place of `nbytes` at `start`; its segment is CORE_NOWHERE if no segment has these bytes.
@@ -91,11 +90,11 @@ typedef struct {
     origin called;  // the call
     char consumed, detached, looked_at, polled;
     char given_up;  // true if an await ended without the outcome
-    char posted;    // true if the operation has only a weak reference, and is withdrawn when the handle is dropped
+    char posted;    // true if the operation is withdrawn when the program drops the handle
     char writes;    // true if the result is in the caller's memory
     // While a lane runs the operation: the issuer, which keeps the handle alive, the plan, the tensors, and the core's
-    // operation. `target` is the output, and `result` the value to return if the caller gave `out`; NULL: the output is
-    // `tensor`.
+    // operation. `target` is the output, and `result` the value to return; both are NULL if equal to `tensor`. `out` is
+    // the caller's argument, or NULL.
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
     PyObject *memory[2];  // the storages of `tensor` and `target`, if the operation did not finish immediately
@@ -119,7 +118,7 @@ typedef struct {
     core_ranges writes, reads;
 } Claims;
 
-// The log of a communicator: a record is at its number modulo LOG_KEPT. Python objects are created only on demand,
+// The log of a communicator. A record is at its number modulo LOG_KEPT. Python objects are created only on demand,
 // since the garbage collector would traverse all of them.
 enum { LOG_KEPT = 4096 };
 typedef struct {
@@ -160,7 +159,7 @@ int rings_add(PyObject *module);
 // Fills `view` with writable memory of at least `least` bytes; false with an exception set.
 bool memory_of(PyObject *buffer, Py_buffer *view, size_t least);
 
-// Keeps `memory` as long as `lane` if other ranks may still use it, after its operation was aborted.
+// Keeps the `memory` of an aborted operation as long as `lane` exists, if other ranks may still use the memory.
 void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 
 // Claims [start, start + nbytes) for `owner`; returns NULL, or the conflicting range. `*failed` is true with an
@@ -184,8 +183,7 @@ void settle_all(Completions *);
 void drive_begin(Completions *);
 void drive_end(Completions *);
 
-// Lets the next write of another rank wake the loop in addition to the engine, unless the engine drives the bytes in
-// flight.
+// Lets the next write of another rank wake the loop in addition to the engine, unless only the engine drives.
 void wait_for_word(Lane *);
 
 // Ends the operation of a handle: releases its claims, and wakes the waiters.

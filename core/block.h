@@ -1,18 +1,18 @@
-// The messages of the ranks of a lane to one another: the layout of a block, in shared memory.
+// The layout of a block, the shared memory in which one rank of a lane writes for the other ranks.
 //
 // Only its own rank writes a block. Each word below is stored with release, after the data that belong to it. The other
 // ranks load it with acquire.
 //
-//     entry.number   k + 1: this entry is that of operation k. Pairs with `meet`. The entry does not change until
+//     entry.number   k + 1 if this is the entry of operation k. Pairs with `meet`. The entry does not change until
 //                    `consumed` of all other ranks shows that they have finished operation k.
 //     filled         portions that this rank has filled, over all operations. Pairs with `reached`.
 //     reduced        portions that this rank has reduced. Pairs with `reached`.
 //     consumed       portions of other ranks that this rank no longer needs. Pairs with `least_consumed`.
 //     abandoned      1 if this rank has abandoned the lane. Pairs with `step`, `core_lane_quiet`.
 //
-// A *portion* is a buffer that one rank lends to the others: its bytes are in the rank's stage, at
-// places[number % PLACES]. Every operation takes the same number of portions on all ranks, also if a rank has no data to
-// lend, so that the numbers are equal on all ranks.
+// A *portion* is a buffer that one rank lends to the others. Its bytes are in the rank's stage, at places[number %
+// PLACES]. Every operation takes the same number of portions on all ranks, also on ranks without data to lend. So all
+// ranks number the portions alike.
 #ifndef CORE_BLOCK_H
 #define CORE_BLOCK_H
 
@@ -30,10 +30,10 @@
 
 enum {
     LINE = 64,
-    ENTRIES = CORE_ENTRIES,  // operations in flight between the first and the last rank
-    TINY_BYTES = 32,     // data that fit in the line of the fingerprint
-    SHORT_BYTES = 384,   // data that fit in an entry
-    PLACES = CORE_PLACES,  // portions lent at a time
+    ENTRIES = CORE_ENTRIES,  // most operations by which a rank may be ahead of another
+    TINY_BYTES = 32,     // longest data in the line of the fingerprint
+    SHORT_BYTES = 384,   // longest data in an entry
+    PLACES = CORE_PLACES,  // most portions lent at a time
 };
 
 // The place of a rank's part of an operation.
@@ -42,7 +42,7 @@ enum form {
     TINY,
     SHORT,
     STAGED,  // as a whole in the rank's stage
-    LARGE,   // in the rank's tensor, from which portions are lent after the ranks have met
+    LARGE,   // in the rank's tensor, and lent in portions
     ABSENT,  // the rank takes no part, so the operation ends on all ranks
 };
 

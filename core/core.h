@@ -1,7 +1,8 @@
-// Collectives among the ranks of one host, in memory that all of them map. C11, libc alone; no Python.
+// Collectives among the ranks of one host, in memory that all of them map. This code needs only C11 and libc, no
+// Python.
 //
 // A *lane* is an ordered sequence of collectives among some ranks, the same on all of them. Each rank has a *block* of
-// the lane in its own memory. Only this rank writes the block, and all others read it: no word in shared memory has two
+// the lane in its own memory. Only this rank writes the block, and all others read it, so no word of a block has two
 // writers. The caller maps the blocks and tensors of other ranks into this process, and registers each mapped segment
 // in a `core_memory`.
 //
@@ -14,7 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// A barrier only compares fingerprints: the other ranks may have operations of another kind.
+// A barrier only compares fingerprints, so other ranks may submit operations of another kind.
 enum core_kind {
     CORE_BARRIER, CORE_ALLREDUCE, CORE_REDUCE, CORE_SCAN, CORE_BROADCAST, CORE_REDUCE_SCATTER, CORE_ALLGATHER,
     CORE_ALLTOALL, CORE_KINDS
@@ -32,34 +33,34 @@ enum core_state {
     CORE_WATCHED,    // like CORE_PENDING; a thread sleeps until the end (core_op_wait)
 };
 
-// The mapped segments of one rank's memory, by the rank's numbers of them.
+// The mapped segments of one rank's memory, by number.
 typedef struct core_memory core_memory;
 core_memory *core_memory_new(void);  // NULL: no memory
 void core_memory_free(core_memory *);
-// Adds a segment, each once; one thread at a time, also while lanes that use it are driven. -1: no memory, or a number
-// of CORE_SEGMENTS or more.
+// Adds a segment, once per number. One thread may call this at a time, also while lanes are driven. Returns -1 if there
+// is no memory, or if the number is not below CORE_SEGMENTS.
 #define CORE_SEGMENTS 4096
 int core_memory_map(core_memory *, uint32_t segment, void *base, size_t nbytes);
 
 // Sets the eventfd for which the rank's loop waits, initially -1 for none; the caller owns the eventfd.
 void core_memory_set_event(core_memory *, int event);
 
-// An address in the memory of a rank. CORE_NOWHERE as segment: other ranks cannot access it.
+// An address in the memory of a rank. The segment is CORE_NOWHERE if other ranks cannot access the address.
 #define CORE_NOWHERE UINT32_MAX
 typedef struct {
     uint32_t segment;
     uint64_t offset;
 } core_place;
 
-// One rank's part of a collective. The caller keeps it and its tensors until `state` is final.
+// One rank's part of a collective. The caller keeps this part and its tensors until `state` is final.
 typedef struct core_op {
     // Set by the caller. Counts are in elements; for the tensors see `Primitive` in Python.
     uint8_t kind, dtype, reduction;
     uint32_t root;
     uint64_t print;          // fingerprint, see core_prints_merge
     uint64_t like;           // of an allgather: a value outside the fingerprint that must be equal on all ranks
-    uint64_t key;            // in a led lane: identifies the operations in flight; see CORE_KEY_BITS
-    void *in, *out;          // equal if it works in place
+    uint64_t key;            // in a led lane: identifies an operation on all ranks; see CORE_KEY_BITS
+    void *in, *out;          // equal if the operation works in place
     uint64_t count;          // of `in`; of a broadcast and an allgather: total of all ranks
     const uint64_t *sent;    // by rank, in elements, kept by the caller: reduce_scatter, allgather, alltoall
     const uint64_t *received;  // by rank: alltoall
@@ -76,7 +77,7 @@ typedef struct core_op {
     struct core_op *next;
     uint64_t number;                 // in the lane, from 0
     uint64_t base, rounds;           // its portions: base .. base + rounds - 1
-    uint64_t filled, reduced, taken; // portions that this rank has finished; in place: elements
+    uint64_t filled, reduced, taken; // portions that this rank has finished; `taken` of IN_PLACE: elements
     uint64_t piece;                  // elements of each part in one portion
     uint8_t whole, way;
     bool absent;                     // a placeholder: this rank takes no part
@@ -91,7 +92,7 @@ static inline uint32_t core_op_state(const core_op *op) {
 void core_op_wait(core_op *, uint64_t nanoseconds);
 
 // The low CORE_PRINT_BITS of a fingerprint are a hash that must be equal on all ranks. The high bits are a second hash,
-// or 0 on ranks that do not know the hashed facts; it must be equal on all ranks that know them.
+// or 0 on ranks that do not know the hashed facts. All ranks that know these facts must have the same second hash.
 #define CORE_PRINT_BITS 52
 static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
     if (*print == other) return true;
@@ -101,18 +102,19 @@ static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
     return true;
 }
 
-// In a led lane several steps of a program may share a key: then all ranks submit them in one order. The low
-// CORE_KEY_BITS number the parts of a program that run independently.
+// In a led lane, several steps of a program may share a key. All ranks then submit these steps in the same order. The
+// low CORE_KEY_BITS number the parts of a program that run independently.
 #define CORE_KEY_BITS 5
 
 // The doorbell of a process's engine, in memory that the ranks of the host map: see engine.c for its states.
 typedef struct core_doorbell {
     _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
-    _Alignas(64) _Atomic uint32_t sleep;  // core_sleep: only its process writes it
+    _Alignas(64) _Atomic uint32_t sleep;  // a core_sleep, written only by its process
     _Atomic uint64_t rung_at;             // time of the last ring
-    _Atomic int core;                     // 1 + the core on which its engine is busy, or 0: only its process writes it
-    // True if the loop of this process waits for other ranks: the first of them to write to its block also writes the
-    // loop's event. The engine is rung too, since the loop may be busy; the first of both to look saves a thread switch.
+    _Atomic int core;                     // 1 + the core on which its engine is busy, or 0; written only by its process
+    // True if the loop of this process waits for other ranks. The first rank that then writes to its block also writes
+    // the loop's event, which is faster than a wake-up by the engine. The engine is rung too, since the loop may be
+    // busy.
     _Alignas(64) _Atomic bool loop_waits;
 } core_doorbell;
 enum core_sleep {
@@ -156,17 +158,17 @@ void core_lane_join(core_lane *, unsigned rank, void *block, core_memory *memory
 // Returns true if all ranks have been joined.
 bool core_lane_joined(const core_lane *);
 
-// Returns false for an invalid operation, and for one without arithmetic in torch.
+// Returns true if the operation is valid, and torch has its arithmetic.
 bool core_op_valid(const core_op *, unsigned ranks);
 
 // Submits a valid `op` after earlier ones; never blocks. The caller drives the lane once afterwards. One thread submits
 // at a time.
 void core_lane_submit(core_lane *, core_op *);
 
-// In a led lane: this rank leaves the operations whose keys equal `key` above the low CORE_KEY_BITS. Posted ones
-// continue; the others end with CORE_REFUSED, also on ranks that have posted them, and so do later ones. All ranks must
-// call this: operations that the first rank does not post would wait on the others. The caller drives the lane once
-// afterwards. The newest 64 keys are remembered.
+// For a led lane. This rank takes no further part in operations whose keys equal `key` above the low CORE_KEY_BITS.
+// Operations that this rank has posted continue. Others, also later ones, end with CORE_REFUSED on all ranks. All ranks
+// must call this, since operations that the first rank does not post would wait on the others. The caller drives the
+// lane once afterwards. The newest 64 keys are remembered.
 void core_lane_refuse(core_lane *, uint64_t key);
 
 // Advances operations until none can advance, or until `nanoseconds` have passed; true if one advanced. Does nothing if
@@ -176,7 +178,8 @@ bool core_lane_advance(core_lane *, uint64_t nanoseconds);
 // Returns the time of the last drive, in nanoseconds of core_now; the present time if the engine was notified since.
 uint64_t core_lane_driven_at(const core_lane *);
 
-// Returns the number of operations in flight; the bytes of their inputs that do not fit in an entry.
+// core_lane_busy returns the number of operations in flight. core_lane_load returns the bytes of those in flight that
+// are too large to be posted as a whole.
 uint64_t core_lane_busy(const core_lane *);
 uint64_t core_lane_load(const core_lane *);
 
@@ -186,18 +189,19 @@ uint64_t core_lane_lent(const core_lane *);
 // Returns true if an operation waits for the mapping of a segment, with the segment and its rank.
 bool core_lane_wants(const core_lane *, unsigned *rank, uint32_t *segment);
 
-// Abandons the lane: operations in flight end with CORE_ABANDONED here, and on each other rank when it looks.
+// Abandons the lane. Operations in flight end with CORE_ABANDONED here, and on another rank once it waits for this
+// rank.
 void core_lane_abandon(core_lane *);
 
 // Records that the process of another rank has ended: the lane is abandoned too.
 void core_lane_lost(core_lane *, unsigned rank);
 
 // Returns true if no other rank will read or write this rank's tensors or stage again: each one has abandoned the lane,
-// has finished all operations, or has ended. Before that, the memory of an abandoned lane must not change. Ranks that
-// wait for this one notice that by themselves; the caller must notify the others to abandon the lane.
+// has finished all operations, or has ended. Until then, the memory of an abandoned lane must not change. Ranks that
+// wait for this rank notice that the lane is abandoned. The caller must notify the other ranks.
 bool core_lane_quiet(const core_lane *);
 
-// One thread holds a lane at a time; false if another thread holds it.
+// One thread holds a lane at a time. core_lane_hold returns false if another thread holds the lane.
 bool core_lane_hold(core_lane *);
 void core_lane_release(core_lane *);
 
@@ -207,16 +211,16 @@ typedef struct core_engine core_engine;
 core_engine *core_engine_start(core_doorbell *doorbell, uint64_t spin);
 void core_engine_spin(core_engine *, uint64_t spin);  // sets `spin`
 void core_engine_stop(core_engine *);  // joins the thread; the lanes remain
-uint64_t core_engine_wakes_in(const core_engine *);  // recent time from a ring until it runs, in nanoseconds
+uint64_t core_engine_wakes_in(const core_engine *);  // recent time from a ring until the engine runs, in nanoseconds
 int core_engine_add(core_engine *, core_lane *);  // -1: no memory
 void core_engine_remove(core_engine *, core_lane *);
 
-// Detaches the lanes in a forked child, which has no such thread: operations in flight belong to the parent, in memory
-// that both map. No thread drives them in the child, and they never end there.
+// Detaches the lanes in a forked child, which has no engine thread. Operations in flight belong to the parent, in
+// memory that both processes map. No thread of the child drives these operations, so they never end there.
 void core_engine_forget(core_engine *);
 
-// Notifies the engine of a submission to `lane`. With `now` it drives the lane immediately, else if no other thread does
-// for some time.
+// Notifies the engine of a submission to `lane`. With `now`, the engine drives the lane immediately. Otherwise the
+// engine does so if no other thread drives the lane for some time.
 void core_engine_notice(core_engine *, core_lane *, bool now);
 
 #endif

@@ -49,7 +49,7 @@ static PyObject *doorbell_ring(Doorbell *self, PyObject *none) {
 
 static PyObject *doorbell_call(Doorbell *self, PyObject *none) {
     (void)none;
-    atomic_thread_fence(memory_order_seq_cst);  // an owner that goes to sleep now sees the earlier writes of this rank
+    atomic_thread_fence(memory_order_seq_cst);  // an owner that is about to sleep sees the earlier writes of this rank
     if (atomic_load(&self->doorbell->sleep) == CORE_LISTENS) core_doorbell_ring(self->doorbell);
     Py_RETURN_NONE;
 }
@@ -75,7 +75,7 @@ static PyObject *doorbell_wait(Doorbell *self, PyObject *args, PyObject *named) 
 
 static PyMethodDef doorbell_methods[] = {
     {"ring", (PyCFunction)doorbell_ring, METH_NOARGS, "Wake the thread that waits; from any thread."},
-    {"call", (PyCFunction)doorbell_call, METH_NOARGS, "Ring for another process, if the owner waits for that too."},
+    {"call", (PyCFunction)doorbell_call, METH_NOARGS, "Ring from another process, if the owner waits for other processes too."},
     {"wait", (PyCFunction)(void (*)(void))doorbell_wait, METH_VARARGS | METH_KEYWORDS,
      "wait(seconds, for_all=True): return after a ring, or after `seconds`; None is no limit.\n\n"
      "True for `for_all` lets other processes ring too."},
@@ -84,7 +84,7 @@ static PyMethodDef doorbell_methods[] = {
 static PyType_Slot doorbell_slots[] = {
     {Py_tp_doc, "Doorbell(memory): any thread rings, one thread waits; a wait after a missed ring ends immediately.\n\n"
     "A ring costs no system call if the thread is awake. All processes that map `memory`, of DOORBELL_BYTES "
-    "zeros, share the doorbell; without `memory` it is for this process only."},
+    "zeros, share the doorbell. Without `memory`, it belongs to this process alone."},
     {Py_tp_new, doorbell_new}, {Py_tp_dealloc, doorbell_dealloc}, {Py_tp_methods, doorbell_methods}, {0},
 };
 static PyType_Spec doorbell_spec = {"aiodist._core.Doorbell", sizeof(Doorbell), 0, Py_TPFLAGS_DEFAULT, doorbell_slots};

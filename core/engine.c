@@ -23,7 +23,7 @@ enum {
     KEEP_OFF = 20000,      // nanoseconds for which a lane is skipped after another thread has driven it
     SLICE = 200000,        // nanoseconds of one drive of a lane
     DOZE = 1000000,
-    LINGER = 2000000,      // nanoseconds after the last operation; each doze takes a core from a thread that computes
+    LINGER = 2000000,      // nanoseconds after the last operation; a doze takes the core of a computing thread
     MUCH = 1 << 20,        // bytes in flight from which engines use separate cores
 };
 

@@ -111,7 +111,7 @@ static int handle_clear(Handle *self) {
 }
 
 static void handle_finalize(Handle *self) {
-    bool kept = self->status == status_pending && !self->posted;  // its operation keeps it until the end
+    bool kept = self->status == status_pending && !self->posted;  // the operation keeps its handle until the end
     if (self->consumed || self->status == NULL || kept) return;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -137,8 +137,9 @@ static double look_until(const Pacer *pacer, double now) {
     return (pacer->looked_in_vain > pacer->last_ran ? pacer->last_ran : now) + FAIR;
 }
 
-// Returns the duration of polls of an await: about the time of a wake-up, which costs at most twice the optimum (Karlin
-// et al. 1991, doi:10.1145/121132.286599). While other processes use the cores, this time is long: the limit is FAIR.
+// Returns how long an await polls, in nanoseconds: about as long as a wake-up takes, which costs at most twice the
+// optimum (Karlin et al. 1991, doi:10.1145/121132.286599). Wake-ups are slow while other processes use the cores, so
+// the limit is FAIR.
 static uint64_t looks_for(const Pacer *pacer, const core_engine *engine) {
     uint64_t least = (uint64_t)(pacer->spin_seconds * 1e9), most = (uint64_t)(FAIR * 1e9), wakes_in = core_engine_wakes_in(engine);
     bool alone = !pacer->crowded && least > 0 && (pacer->computing == NULL || PySet_Size(pacer->computing) == 0);
@@ -251,7 +252,7 @@ static bool drive_alone(const Handle *self, Lane *lane) {
     if (lane->closed || engine == NULL) return core_op_state(&self->native) != CORE_PENDING;
     uint64_t until = core_now() + looks_for(pacer, engine), heavy = heavy_bytes(pacer);
     bool crowded = pacer->crowded;
-    atomic_fetch_add(&lane->drivers, 1);  // pairs with the look of lane_close
+    atomic_fetch_add(&lane->drivers, 1);  // pairs with the check in lane_close
     drive_begin(lane->completions);
     Py_BEGIN_ALLOW_THREADS;
     while (core_op_state(&self->native) == CORE_PENDING && core_lane_load(lane->lane) < heavy) {
@@ -320,9 +321,9 @@ static PyMethodDef handle_methods[] = {
     {0},
 };
 static PyGetSetDef handle_getset[] = {
-    {"_is_pending", (getter)handle_is_pending, NULL, "True until the handle is done; unlike `done()` it is no sign that the program waits.", NULL},
+    {"_is_pending", (getter)handle_is_pending, NULL, "True until the handle is done; unlike `done()`, a read is no sign that the program waits.", NULL},
     {"_in_lane", (getter)handle_in_lane, NULL, "True while a lane runs the operation.", NULL},
-    {"_origin", (getter)handle_origin, NULL, "Line that issued the operation, as (code, instruction); None if it is unknown.", NULL},
+    {"_origin", (getter)handle_origin, NULL, "Line that issued the operation, as (code, instruction); None if unknown.", NULL},
     {0},
 };
 static PyType_Slot handle_slots[] = {
@@ -349,11 +350,11 @@ static void pacer_dealloc(Pacer *self) {
 static PyMemberDef pacer_members[] = {
     OFFERS("computing", T_OBJECT, Pacer, computing, 0, "Numbers of the threads of host streams that compute now."),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Pacer, weak), READONLY, NULL},
-    OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "Time of aiodist's last callback on the loop."),
-    OFFERS("looked_in_vain", T_DOUBLE, Pacer, looked_in_vain, 0, "Time of the last spin without success."),
-    OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "Longest spin of an await, in seconds."),
+    OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "Time of aiodist's last callback on the loop, in seconds of perf_counter."),
+    OFFERS("looked_in_vain", T_DOUBLE, Pacer, looked_in_vain, 0, "Time of the last spin without success, in seconds of perf_counter."),
+    OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "Usual longest spin of an await, in seconds."),
     OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "Number of polls for the loop."),
-    OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "True if ranks outnumber cores: spins let others run."),
+    OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "True if ranks outnumber cores: a spin lets other threads run."),
     OFFERS("fair", T_BOOL, Pacer, fair, 0, "True lets awaits that never suspend yield now and then."),
     OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "Number of the loop's thread."),
     {0},

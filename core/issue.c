@@ -1,4 +1,4 @@
-// Issuing: the fast path of a collective that a lane runs, from the call.
+// Issuing: the fast path of a collective in a lane, from the call to the submission.
 #include "binding.h"
 
 #include <string.h>
@@ -95,7 +95,7 @@ typedef struct {
 
 // A cache of the owners of files, by code object.
 enum { SEEN = 32 };
-typedef enum { PROGRAMS, OURS, CALLS } whose;  // `CALLS`: of a `Call`, whose frames know the line that called
+typedef enum { PROGRAMS, OURS, CALLS } whose;  // `CALLS`: the file of `Call`, whose frames know the line of the call
 typedef struct {
     PyObject *code;
     whose file;
@@ -333,7 +333,7 @@ static void keep_memory(Handle *h) {
     }
 }
 
-// An iterator of at most one tensor. torch raises the version of each, and this allocates nothing.
+// An iterator of at most one tensor, the argument of torch's `increment`. Its reuse allocates nothing.
 struct Once {
     PyObject_HEAD
     PyObject *tensor;
@@ -360,7 +360,7 @@ static void count_write(const Issuer *self, PyObject *tensor) {
                                                    : PyObject_CallFunctionObjArgs(self->increment, once, NULL);
     if (counted == NULL) PyErr_WriteUnraisable(self->increment);
     Py_XDECREF(counted);
-    Py_CLEAR(self->once->tensor);  // of an error before the first step
+    Py_CLEAR(self->once->tensor);  // left by an error before the first step
 }
 
 // Returns the written tensor of the user, or NULL. New memory has no version to compare.
@@ -369,7 +369,7 @@ static PyObject *written(const Plan *plan, PyObject *tensor, PyObject *target, P
     return plan->writes ? tensor : NULL;
 }
 
-// NULL after the end, or after a program has taken over.
+// As `written`; NULL after the end, or after a program has taken over.
 static PyObject *written_by(const Handle *h) {
     return h->plan == NULL ? NULL : written((const Plan *)h->plan, h->tensor, h->target, h->out);
 }
@@ -430,7 +430,7 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
         return NULL;
     }
     log_record(self->log, plan->what, h->called);
-    INCREF(self), INCREF(h);  // until it is settled
+    INCREF(self), INCREF(h);  // until issuer_settle
     h->issuer = self;
     if (is_set(self->observer)) {
         h->observer = PyObject_CallFunctionObjArgs(self->observer, h, NULL);
@@ -461,8 +461,8 @@ static bool runs_loop(Issuer *self) {
 
 enum from { ELSEWHERE, ON_LOOP, IN_THREAD };
 
-// Returns the kind of the calling thread; ELSEWHERE if it may not issue now. Until all ranks have joined the lane, the
-// general path issues and starts the polls for them.
+// Returns the kind of the calling thread; ELSEWHERE if the thread may not issue now. Until all ranks have joined the
+// lane, the general path issues, since it polls for the missing ranks.
 static enum from may_issue(Issuer *self) {
     if (!self->open || !core_lane_joined(self->lane->lane) || PyObject_Size(self->inbox) != 0 || PyDict_Size(self->to_fail) != 0)
         return ELSEWHERE;
@@ -477,12 +477,13 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    // In place, the result of a reduction is left in its input.
+    // Other ranks may access the tensor in place. They write the results of kinds up to CORE_BROADCAST into their
+    // inputs.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
     if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
     Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
-    // Meanwhile the loop may have found nothing pending, and have stopped the watch.
+    // The loop may have found nothing pending in between, and stopped the watchdog.
     if (!on_loop && !keep_watch(self)) PyErr_WriteUnraisable((PyObject *)h);
     Lane *lane = self->lane;
     Completions *completions = lane->completions;
@@ -529,7 +530,8 @@ static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t co
     return issue(self, &what, from == ON_LOOP);
 }
 
-// Passes an operation on to a program, with its claims: the ranks agree on it, but their tensors do not fit one lane.
+// Lets a program continue the operation, with its claims. The ranks agree on the operation, but a lane cannot run their
+// parts together.
 static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
     PyObject *owned = PyList_New(0);
     keep_memory(h);

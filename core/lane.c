@@ -1,11 +1,11 @@
-// A lane on one rank: its operations in order, its loans to the other ranks, and its waits for them.
+// A lane on one rank: its operations in order, its loans to other ranks, and its waits for other ranks.
 //
 //     submitted -> waiting -> posted -> met -> [steps ->] done, different, unlike, refused, abandoned, broken
 //
-//     submitted  in the inbox of this rank's lane, where any thread may put it, until a thread drives the lane
-//     waiting    this rank has no room for its data, or the first rank has not posted it yet
-//     posted     other ranks can read this rank's data: in the entry, or in the stage
-//     met        all ranks have posted the same; ways.c has how the data move
+//     submitted  in the inbox of this rank's lane, until a thread drives the lane
+//     waiting    this rank has no room for its data, or the first rank of a led lane has not posted it
+//     posted     other ranks can read this rank's entry; short data are there, or in the stage
+//     met        all ranks have posted the same operation; ways.c moves the data
 //
 // An operation is posted as soon as there is room, also if earlier ones still wait. Operations are met, and end, in
 // order. block.h has the words that ranks share. Within a process these threads write:
@@ -18,7 +18,7 @@
 //     operation pending, watched   a thread that sleeps until its end  compare and swap; the end wakes the futex
 //     driven_at                    a driver other than the engine      none: a hint for 20 us
 //
-// A thread that leaves a lane looks for new submissions after it has released it: a sequential store, then a load.
+// A thread that releases a lane then looks for new submissions: a sequential store, then a load.
 #include "lane.h"
 
 #include <stdlib.h>
@@ -213,7 +213,7 @@ static bool post(core_lane *lane, core_op *op) {
     uint8_t *to = NULL;
     enum form form = op->absent ? ABSENT : way_posts(op) ? NOTHING : LARGE;
     if (nbytes > SHORT_BYTES) {
-        if (lane->portioned > 0) return false;  // the loans of that operation come first: loans end in order
+        if (lane->portioned > 0) return false;  // its loans come first, since loans end in order
         int64_t at = lane_lend(lane, op->base, nbytes);
         if (at < 0) return false;
         form = STAGED;
@@ -250,7 +250,7 @@ static bool post(core_lane *lane, core_op *op) {
     lane->unsettled = !whole;
     lane->portioned += !whole;
     lane->lent_end = whole ? op->base + 1 : UINT64_MAX;  // not known for other operations before the ranks have met
-    lane->ends[k % ENTRIES] = op->base + 1;  // at least; more is known when it is met
+    lane->ends[k % ENTRIES] = op->base + 1;  // a lower bound until the ranks meet
     return true;
 }
 
@@ -260,7 +260,7 @@ static bool refuses(const core_lane *lane, uint64_t key) {
     return false;
 }
 
-// Queues a placeholder for an absent rank as the next entry; false if too many are posted.
+// Queues a placeholder for a refused operation as the next entry; false if too many placeholders are posted.
 static bool stand_in(core_lane *lane) {
     core_op *op = lane->idle;
     if (op == NULL) return false;
@@ -499,7 +499,7 @@ static enum outcome step(core_lane *lane) {
     }
     if (outcome == WAITS && !lane->wants && who != lane->rank &&
         atomic_load_explicit(&lane->peers[who].block->abandoned, memory_order_acquire)) {
-        // Everything that it wrote before it left is visible: its entry was read once more, or does not exist.
+        // That rank may have posted its entry before it abandoned the lane. So its entry is read once more first.
         if (lane->parting != lane->next_number + 1) {
             lane->parting = lane->next_number + 1;
             return MOVED;
@@ -513,7 +513,7 @@ static enum outcome step(core_lane *lane) {
 // Wakes the loops and the engines of the ranks that wait for a write to this block.
 static void ring(core_lane *lane) {
     lane->spoke = false;
-    atomic_thread_fence(memory_order_seq_cst);  // pairs with the one of an engine that goes to sleep
+    atomic_thread_fence(memory_order_seq_cst);  // pairs with the fence of an engine that goes to sleep
     for (unsigned q = 0; q < lane->ranks; q++) {
         core_doorbell *doorbell = lane->peers[q].doorbell;
         if (doorbell == NULL) continue;

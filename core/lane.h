@@ -17,12 +17,12 @@ enum {
     PORTION_BYTES = CORE_PORTION_BYTES,  // bytes of a portion
     AHEAD = 2,                // portions that are filled ahead of the current one
     SLICE_BYTES = 1 << 16,    // bytes of work between two reads of the clock
-    WHOLE_BYTES = CORE_WHOLE_BYTES,  // longest data sent with the entry: one meeting
+    WHOLE_BYTES = CORE_WHOLE_BYTES,  // longest data sent with the entry, so that the ranks meet once
     PAST_BYTES = CORE_PAST_BYTES,  // smallest result that is copied past the caches
-    TIMED_BYTES = 1 << 15,    // size of a timed store, which shows the distance of the other ranks' caches
+    TIMED_BYTES = 1 << 15,    // smallest store that is timed, to learn the distance of other ranks' caches
     NEAR_BYTES_PER_US = CORE_NEAR_BYTES_PER_US,  // least speed of stores to near caches
     MOST_ROUNDS = 1 << 30,    // largest valid number of rounds from another rank
-    UNTIMED = 2,             // moves before the clock is read: short operations end within them
+    UNTIMED = 2,             // moves before the clock is read; short operations need no more
     STREAMED = 16,            // stores past the caches before the next test of the distance
     REFUSED_KEYS = 64,        // remembered keys
     STAND_INS = 4,            // placeholders that may be posted and not met
@@ -60,13 +60,13 @@ struct core_lane {
     void *context;
     bool led;
 
-    // Written by any thread, with seq_cst: if a submitting thread finds the lane held, the holder sees the inbox when it
-    // releases the lane.
+    // Written by any thread, with seq_cst. If a submitting thread finds the lane held, the holder sees the submission
+    // after the release.
     _Alignas(64) _Atomic bool held;
     _Atomic(core_op *) inbox;          // submitted, the newest first
-    _Atomic uint64_t busy, load;       // operations in flight; bytes of those that are not WHOLE
+    _Atomic uint64_t busy, load;       // operations in flight; bytes of those longer than WHOLE_BYTES
     _Atomic uint64_t lent;             // see core_lane_lent; the holder counts
-    _Atomic uint64_t driven_at;        // time of the last drive, in nanoseconds: the engine then stays idle
+    _Atomic uint64_t driven_at;        // time of the last drive, in nanoseconds; the engine then skips the lane
 
     // Used only by the holder, from here on.
     core_op *first, **last;            // posted, in order
@@ -92,7 +92,7 @@ struct core_lane {
 
     uint32_t abandoned;      // core_state with which all operations end, 0 while the lane works
     uint32_t culprit;
-    uint64_t parting;        // 1 + the operation in which the leave of a rank was detected
+    uint64_t parting;        // 1 + next_number when a rank was first seen to have abandoned the lane
     bool wants;
     unsigned wanted_rank;
     uint32_t wanted_segment;
@@ -135,22 +135,23 @@ static inline const struct entry *entry_of(const core_lane *lane, unsigned rank,
 
 // --- ways.c: the algorithms of each kind of operation ------------------------------------------------------------
 
-// Sets `piece` and `rounds` of this rank's part before it is posted. True if all of it is sent with the entry, in one
-// portion, independent of the other ranks.
+// Sets `piece` and `rounds` of this rank's part before the part is posted. True if the whole part is sent with the
+// entry, in one portion, independent of the other ranks.
 bool way_prepare(const core_lane *, core_op *);
 
-// Returns true if this rank lends all of its data with its entry; and the number of these bytes.
+// way_posts returns true if this rank lends all of its data with its entry. way_posted_bytes returns their number.
 bool way_posts(const core_op *);
 uint64_t way_posted_bytes(const core_lane *, const core_op *);
 
-// Copies these bytes.
+// Copies the posted bytes.
 void way_post(const core_lane *, const core_op *, struct entry *, uint8_t *to);
 
-// Lends the first portion before the ranks meet, if it is certainly needed: so data that fit in it take one meeting.
+// Lends the first portion before the ranks meet, if the portion is certainly needed. Data of one portion then take one
+// meeting.
 void way_begin(core_lane *, core_op *);
 
-// Continues after all ranks have posted the same: runs the operation (ENDED) or chooses the algorithm (MOVED). FAILED:
-// the entry of rank `*who` is invalid. WAITS: for a segment.
+// Continues after all ranks have posted the same operation: runs the operation (ENDED) or chooses the algorithm
+// (MOVED). FAILED: the entry of rank `*who` is invalid. WAITS: a segment is not mapped yet.
 enum outcome way_meet(core_lane *, core_op *, unsigned *who);
 
 // Runs a step of some microseconds; with WAITS, `*who` is the awaited rank.

@@ -7,12 +7,12 @@
 #include <stdint.h>
 
 typedef struct {
-    uintptr_t start, end;  // one past the last; never empty
+    uintptr_t start, end;  // `end` is one past the last byte; never empty
     void *owner;
 } core_range;
 
 // Sorted ranges in chunks of at most CORE_CHUNK. An insertion or removal moves at most the ranges of one chunk, in
-// O(log n) for n ranges. When a chunk is added or removed, it also moves n / CORE_CHUNK pointers.
+// O(log n) for n ranges. Adding or removing a chunk also moves n / CORE_CHUNK pointers.
 enum { CORE_CHUNK = 128 };
 struct core_chunk;
 typedef struct {

@@ -1,8 +1,9 @@
 // Records from one rank to another, in memory that both map.
 //
-// A ring of bytes is in the sender's memory. Each rank has *numbers* for each of the others, which it alone writes: the
-// bytes that it has written to its ring, and taken from the other's. They only grow. So no word has two writers, and a
-// record is visible before the number that counts it: each number is stored with release, and loaded with acquire.
+// A ring of bytes is in the sender's memory. For each other rank, a rank has *numbers* that only this rank writes, such
+// as the bytes written to its own ring and the bytes taken from the other ring. The numbers only grow. So no word has
+// two writers. Each number is stored with release, and loaded with acquire, so a record is visible before the number
+// that counts it.
 #ifndef CORE_RING_H
 #define CORE_RING_H
 
@@ -13,16 +14,16 @@
 
 typedef struct {
     _Atomic uint64_t sent;      // total bytes of records; pairs with core_ring_first
-    _Atomic uint64_t taken;     // bytes of the other's ring that it may overwrite; pairs with core_ring_put
+    _Atomic uint64_t taken;     // bytes that the other rank may overwrite; pairs with core_ring_put
     _Atomic uint64_t returned;  // bytes of received short messages
     _Atomic uint64_t drained;   // chunks of staged messages that were copied, so that they may be overwritten
-    _Atomic uint64_t segment, offset;  // place of my ring, stored before the first record
+    _Atomic uint64_t segment, offset;  // place of this rank's ring, stored before the first record
 } core_numbers;
 
 // A record from one rank to another; `kind`, which is not 0, determines the used fields.
 typedef struct {
     int64_t kind, comm, tag, number, nbytes, segment, offset;
-    uint64_t size;  // bytes that follow it
+    uint64_t size;  // bytes that follow the record
 } core_record;
 
 // Alignment of records.

@@ -44,7 +44,7 @@ static void rings_dealloc(Rings *self) {
 // Takes memory of the other rank, or this one's ring, once.
 static bool takes(Rings *self, int which, PyObject *memory, size_t least) {
     if (self->views[which].obj == NULL) return memory_of(memory, &self->views[which], least);
-    PyErr_SetString(PyExc_RuntimeError, "it is known already");
+    PyErr_SetString(PyExc_RuntimeError, "the memory is set already");
     return false;
 }
 
@@ -211,7 +211,7 @@ static PyGetSetDef rings_getset[] = {
 };
 static PyMethodDef rings_methods[] = {
     {"meet", (PyCFunction)rings_meet, METH_O, "meet(numbers): set the other rank's numbers."},
-    {"open", (PyCFunction)rings_open, METH_VARARGS, "open(memory, segment, offset): set this rank's ring, its place."},
+    {"open", (PyCFunction)rings_open, METH_VARARGS, "open(memory, segment, offset): set this rank's ring and its place."},
     {"map", (PyCFunction)rings_map, METH_O, "map(memory): set the other rank's ring."},
     {"put", (PyCFunction)rings_put, METH_VARARGS,
      "put(kind, comm, tag, number, nbytes, segment, offset, size=0, data=0): write a record, and `size` bytes of "

@@ -1,4 +1,4 @@
-// The algorithms of each kind of operation after the ranks have met. p ranks, n elements.
+// The algorithms of each kind of operation after the ranks have met. There are p ranks, and n elements.
 //
 // Short data are sent as a whole with the entries, and each rank does its part from there: the ranks meet once, and no
 // rank waits afterwards. Longer data use one of these algorithms, which all ranks choose alike by their entries:
@@ -34,7 +34,7 @@ bool core_op_valid(const core_op *op, unsigned ranks) {
            (!reduces(op) || core_kernel_for(op->dtype, op->reduction, &scale) != NULL);
 }
 
-// --- what there is of it -----------------------------------------------------------------------------------------
+// --- sizes of the parts ------------------------------------------------------------------------------------------
 
 static uint64_t largest(const uint64_t *counts, unsigned ranks) {
     uint64_t most = 0;
@@ -62,7 +62,7 @@ static bool in_halves(const core_lane *lane, const core_op *op) {
     return lane->ranks > 2 && (op->kind == CORE_ALLREDUCE || op->kind == CORE_REDUCE);
 }
 
-// A portion holds a piece for each rank; else one piece.
+// Returns true if a portion holds a piece for each rank, false if it holds one piece.
 static bool has_parts(const core_lane *lane, const core_op *op) {
     return op->kind == CORE_REDUCE_SCATTER || op->kind == CORE_ALLTOALL || in_halves(lane, op);
 }
@@ -134,12 +134,12 @@ void way_post(const core_lane *lane, const core_op *op, struct entry *entry, uin
     }
 }
 
-// --- what others lend --------------------------------------------------------------------------------------------
+// --- data of others ----------------------------------------------------------------------------------------------
 
 // Reads a word that another rank may change at any time: once, so that the checked value is the used value.
 #define ONCE(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
 
-// Kernels need elements where the processor expects them.
+// Kernels need elements at multiples of their size, or of 8 bytes.
 static bool aligned(const core_op *op, const uint8_t *at) { return (uintptr_t)at % least(itemsize(op), 8) == 0; }
 
 // Finds `nbytes` at `offset` of the data that rank `q` lends in portion `j` of `op`.
@@ -173,7 +173,7 @@ static void reduce(core_lane *lane, const core_op *op, unsigned nouts, unsigned 
     kernel(lane->targets, (int)nouts, lane->sources, (int)nins, n * scale, divisor);
 }
 
-// Copies a slice of a result; of one that the caches do not hold, past them.
+// Copies a slice of a result, past the caches if the result is larger than the caches.
 static void copy(const core_op *op, uint8_t *to, const uint8_t *from, uint64_t nbytes) {
     if (to == from || nbytes == 0) return;
     bool apart = to + nbytes <= from || from + nbytes <= to;
@@ -181,7 +181,7 @@ static void copy(const core_op *op, uint8_t *to, const uint8_t *from, uint64_t n
     else memmove(to, from, nbytes);
 }
 
-// Does this rank's part of portion `j`: elements [first, last) of each part. Others lend them at `where` bytes.
+// Copies or reduces elements [first, last) of the parts that the ranks lend in portion `j`, into this rank's output.
 static enum outcome take(core_lane *lane, core_op *op, uint64_t j, uint64_t first, uint64_t last, unsigned *who) {
     uint64_t item = itemsize(op);
     unsigned me = lane->rank;
@@ -189,7 +189,7 @@ static enum outcome take(core_lane *lane, core_op *op, uint64_t j, uint64_t firs
     const uint8_t *in = op->in;
     for (unsigned q = 0; q < lane->ranks; q++) {
         uint64_t stop = least(last, op->count), offset = 0;
-        const uint8_t *at = in + first * item;  // of this rank: where it is
+        const uint8_t *at = in + first * item;  // this rank's own data, which are not lent
         switch (op->kind) {
             case CORE_REDUCE_SCATTER:
                 stop = least(last, op->sent[me]);
@@ -366,7 +366,7 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
             }
             lane->sources[q] = at;
         }
-        bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else its tensor is not written
+        bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else this rank's tensor is not written
         uint8_t *lent = lane->stage + lane->places[(op->base + j) % PLACES] + me * op->piece * item;
         bool copied = keeps && far(lane);
         lane->targets[0] = copied ? mine : lent;
