@@ -9,6 +9,7 @@ from typing import Final
 from weakref import ref
 
 from aiodist.handles.polling import LoopWork, Pace, alarm, transport_lock
+from aiodist.threads import OwnThread
 
 _TICK_SECONDS = 1e-3  # period in which the thread checks that the loops still poll
 _LINGER_SECONDS = 0.2  # time without work before the thread sleeps (a wake-up costs 20 us)
@@ -68,7 +69,7 @@ class ProgressThread:
             self._start()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
+        self._thread = OwnThread("aiodist-progress", self._run)
         self._thread.start()
 
     def _alive(self) -> list[LoopWork]:

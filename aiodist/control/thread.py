@@ -19,6 +19,8 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from aiodist.threads import OwnThread
+
 T = TypeVar("T")
 
 _PARK_SECONDS = 1.0
@@ -80,7 +82,7 @@ class LoopThread:
         self._stopping = asyncio.Event()
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = OwnThread(name, self._main)
         self._thread.start()
         _running.add(self)
 

@@ -20,6 +20,7 @@ from aiodist.communicator.watchdog import Watch
 from aiodist.control import Channel
 from aiodist.control.thread import forget, guard
 from aiodist.handles.stacks import stack_of_task, stack_of_thread
+from aiodist.threads import OwnThread
 from aiodist.watch import jobs
 
 _TOPIC = "inspect"
@@ -114,7 +115,7 @@ def _served(inspector: Inspector, job: int) -> Iterator[None]:
             yield
             return
         guard(server.fileno())
-        thread = threading.Thread(target=_serve, args=(server, inspector, job), name="aiodist-inspect", daemon=True)
+        thread = OwnThread("aiodist-inspect", _serve, server, inspector, job)
         thread.start()
         try:
             yield

@@ -13,6 +13,7 @@ from time import monotonic
 from aiodist.handles import Progress
 from aiodist.handles.stacks import line_of_thread
 from aiodist.handles.timers import Quiet
+from aiodist.threads import OwnThread
 
 _PAUSE_SECONDS = 60.0  # between two warnings
 
@@ -44,7 +45,7 @@ class _LoopWatcher(Quiet):
         self._beaten = 0.0
         self._came = threading.Event()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="aiodist-lag", daemon=True)
+        self._thread = OwnThread("aiodist-lag", self._run)
         self._thread.start()
 
     def close(self) -> None:

@@ -22,22 +22,12 @@ from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
 from aiodist.handles import Progress
-from aiodist.handles.stacks import line_of_thread
 from aiodist.handles.timers import is_quiet
 from aiodist.handles.waiting import is_waiting
+from aiodist.threads import OwnThread
 
-_OWN_THREADS = (
-    "aiodist-progress",
-    "aiodist-control",
-    "aiodist-gloo-",
-    "aiodist-lag",
-    "aiodist-leave",
-    "aiodist-inspect",
-    "aiodist-trace",
-)
-"""Names of aiodist's threads that run no code of the program. The counts of messages include those of these threads."""
 _DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
-"""Modules of libraries' threads that only draw progress bars or write files."""
+"""Modules with classes of threads that only draw progress bars or write files."""
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
 """Packages whose signal handlers end the program or note the signal. Handlers of a loop are checked with the loop."""
@@ -67,26 +57,25 @@ def why_not_stalled(progress: Progress, channel: Channel) -> str:
 
 
 def thread_at_work(progress: Progress) -> str:
-    """Return the name and line of a thread that may wake this rank, or "" if all threads wait in aiodist.
+    """Return the name of a thread that may wake this rank, as a sentence, or "" if all threads wait in aiodist.
 
     Threads are checked twice, since one may have woken another one after its check.
     """
     for _ in range(2):
-        known = threading.enumerate()
-        for thread in known:
-            ident = thread.ident or 0
-            if ident != progress.thread_id and not _is_harmless(thread) and not is_waiting(ident):
-                return f"thread {thread.name!r} is at {line_of_thread(ident) or 'work'}"
-        # Threads of libraries that run Python code. Only their numbers are read.
-        for ident in sys._current_frames().keys() - {thread.ident for thread in known}:
-            if not is_waiting(ident):
-                return f"a thread that `threading` did not start is at {line_of_thread(ident) or 'work'}"
+        threads = {thread.ident: thread for thread in threading.enumerate()}
+        # Threads of `_thread` and of libraries, such as autograd's, are only here, while they run Python code. Only the
+        # keys are read, no frames.
+        for ident in threads.keys() | sys._current_frames().keys():
+            thread = threads.get(ident)
+            if ident != progress.thread_id and not _is_harmless(thread) and not is_waiting(ident or 0):
+                name = f"thread {thread.name!r}" if thread else "a thread that `threading` did not start"
+                return f"{name} may wake it"
     return ""
 
 
-def _is_harmless(thread: threading.Thread) -> bool:
+def _is_harmless(thread: threading.Thread | None) -> bool:
     """Return True if the thread never runs the program's code, or only displays or writes."""
-    return thread.name.startswith(_OWN_THREADS) or type(thread).__module__ in _DISPLAYS
+    return isinstance(thread, OwnThread) or type(thread).__module__ in _DISPLAYS
 
 
 def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:

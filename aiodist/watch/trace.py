@@ -29,6 +29,7 @@ from aiodist.communicator.operation import Peer
 from aiodist.errors import ConfigError
 from aiodist.handles import Handle, Origin, internals
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
+from aiodist.threads import OwnThread
 from aiodist.watch.clock import Clock
 from aiodist.watch.merging import merge, prepare
 
@@ -140,7 +141,7 @@ class Recorder:
             self._file = (folder / f"rank-{rank}.jsonl").open("a")
         except OSError as error:
             raise ConfigError(f"a trace cannot be written to {folder}: {error.strerror}") from error
-        self._thread = threading.Thread(target=self._run, name="aiodist-trace", daemon=True)
+        self._thread = OwnThread("aiodist-trace", self._run)
         self._thread.start()
 
     @classmethod

@@ -22,6 +22,7 @@ from aiodist.communicator.registry import Registry
 from aiodist.control import Channel
 from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError
 from aiodist.handles import Origin
+from aiodist.threads import OwnThread
 from aiodist.world.tracebacks import folded
 
 _LOOK_SECONDS = 0.05
@@ -227,7 +228,7 @@ async def leave_in_time(code: int, seconds: float) -> None:
         exit_at_once(code)
 
     # It holds `sign`, which the loop knows only weakly.
-    watcher = threading.Thread(target=watch, name="aiodist-leave", daemon=True, kwargs={"sign": sign})
+    watcher = OwnThread("aiodist-leave", watch, sign)
     watcher.start()
     _watchers.append(watcher)
 

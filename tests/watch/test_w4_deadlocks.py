@@ -335,13 +335,14 @@ async def _from_executor(issue: Callable[[], object], looks: Looks) -> None:
 
 
 async def _from_thread(issue: Callable[[], object], looks: Looks) -> None:
+    """With the name of one of aiodist's threads."""
     loop = asyncio.get_running_loop()
 
     def later() -> None:
         looks.block()
         loop.call_soon_threadsafe(issue)
 
-    threading.Thread(target=later, daemon=True).start()
+    threading.Thread(target=later, name="aiodist-lag", daemon=True).start()
 
 
 async def _from_thread_of_no_name(issue: Callable[[], object], looks: Looks) -> None:
@@ -358,7 +359,7 @@ async def _from_thread_of_no_name(issue: Callable[[], object], looks: Looks) -> 
 
 
 async def _from_stream(issue: Callable[[], object], looks: Looks) -> None:
-    async with HostStream() as stream:
+    async with HostStream("lag") as stream:
         await stream.submit(looks.block)
     issue()
 

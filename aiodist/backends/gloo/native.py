@@ -28,6 +28,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Handle, Origin, from_future, from_source, join
 from aiodist.handles.polling import transport_lock
 from aiodist.streams.memory import flat
+from aiodist.threads import OwnThread
 from aiodist.types import ReduceOp
 
 _OPS: dict[ReduceOp | None, Any] = {
@@ -120,7 +121,7 @@ class GlooNative:
     def abort(self) -> None:
         """Make operations in flight fail soon (lock held)."""
         if self._running and self._group is not None and self._aborter is None:
-            self._aborter = threading.Thread(target=self._abort_group, args=(self._group,), daemon=True)
+            self._aborter = OwnThread("aiodist-gloo-abort", self._abort_group, self._group)
             self._aborter.start()
 
     def _abort_group(self, group: ProcessGroup) -> None:
@@ -142,7 +143,7 @@ class GlooNative:
         while self._running and monotonic() < until:
             pause.wait(2e-3)
         if self._running:  # the destructor would wait without end, so a thread holds a reference
-            threading.Thread(target=lambda _: threading.Event().wait(), args=(group,), daemon=True).start()
+            OwnThread("aiodist-gloo-held", lambda _: threading.Event().wait(), group).start()
 
 
 def _begin(o: Primitive, t: Tensor, group: ProcessGroup) -> Work:

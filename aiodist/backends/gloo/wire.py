@@ -38,6 +38,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
 from aiodist.streams.memory import bytes_of
+from aiodist.threads import OwnThread
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
@@ -176,7 +177,7 @@ class GlooPeer:
         self._next_payload = PAYLOADS
         self._received = self._reported = self._acknowledged = 0
         self._payloads: SimpleQueue[tuple[list[Work], Done] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._receive, name=f"aiodist-gloo-{rank}", daemon=True)]
+        self._threads = [OwnThread(f"aiodist-gloo-{rank}", self._receive)]
         self._threads[0].start()
 
     # Sending.
@@ -229,8 +230,7 @@ class GlooPeer:
             done(error)
 
         if len(self._threads) == 1:
-            name = f"aiodist-gloo-{self.rank}-data"
-            self._threads.append(threading.Thread(target=self._collect, name=name, daemon=True))
+            self._threads.append(OwnThread(f"aiodist-gloo-{self.rank}-data", self._collect))
             self._threads[1].start()
         self._payloads.put((works, acknowledge))
 
