@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.endpoint import Differ, Endpoint, Implementation, Traffic, on_lane
+from aiodist.collectives.endpoint import Differ, Endpoint, Implementation, Traffic
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.handles.kernel import together, transfers
 from aiodist.types import ReduceOp
@@ -78,9 +78,7 @@ class Hierarchical(Implementation):
             most, t = self._limits["hierarchical.pieces"], ts[0]
             pieces = max(1, min(t.nbytes // self._limits["hierarchical.piece_bytes"], most))
             cut = [t.numel() * i // pieces for i in range(pieces + 1)]
-            await together(
-                *[self._allreduce(on_lane(ep, i), [t[cut[i] : cut[i + 1]]], first.op) for i in range(pieces)]
-            )
+            await together(*[self._allreduce(ep.on_lane(i), [t[cut[i] : cut[i + 1]]], first.op) for i in range(pieces)])
 
     async def _allreduce(self, ep: Endpoint, ts: Sequence[Tensor], op: ReduceOp) -> None:
         if self.name == "hierarchical":

@@ -300,7 +300,7 @@ class Repertoire:
         return f" ({impl}: {self._missing(impl, device)[1]})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Primitives:
     """Runs each operation by the implementation `impl`, or by the selector's choice."""
 

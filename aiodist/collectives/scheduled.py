@@ -16,7 +16,7 @@ from torch import Tensor
 from aiodist.backends.arithmetic import combine, copy
 from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
@@ -57,7 +57,7 @@ class Scheduled(Implementation):
         if lanes == 1:
             await _run_lane(ep, works, 0)
         else:
-            await together(*[_run_lane(on_lane(ep, i), works, i) for i in range(lanes)])
+            await together(*[_run_lane(ep.on_lane(i), works, i) for i in range(lanes)])
         for o, work in zip(primitives, works, strict=True):
             if work.block is not None:
                 copy(o.out, work.block)

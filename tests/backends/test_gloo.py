@@ -392,7 +392,7 @@ async def test_a_rank_that_took_what_was_never_offered_is_given_up_by_name() -> 
         assert one.wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
-            one.wire.peers[0].send(wire.Header(wire.TAKEN, number=7))
+            one.wire.peers[0].send(wire.TAKEN, number=7)
         (error,) = await outcome([waiting])
         assert str(error) == "gloo: rank 1 took data number 7: none was offered"
 

@@ -21,7 +21,7 @@ from aiodist.backends.base import Capabilities, Done, Native, again, guarded, st
 from aiodist.backends.gloo.library import GlooRendezvous, ProcessGroup, empty
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.wire import MESSAGE, OFFER, Frame, GlooPeer, Wire
-from aiodist.backends.header import Header, comm_number
+from aiodist.backends.header import comm_number
 from aiodist.backends.matching import Matching, TransportReceive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
@@ -169,7 +169,7 @@ class GlooTransport:
             return
         peer = self.peers[dst]
         if t.nbytes <= self.wire.capacity:
-            error = peer.send(Header(MESSAGE, self.comm, tag, nbytes=t.nbytes, size=t.nbytes), t)
+            error = peer.send(MESSAGE, self.comm, tag, nbytes=t.nbytes, data=t)
             done(error and again(error))
         else:
             peer.offer(t, tag, self.comm, done)

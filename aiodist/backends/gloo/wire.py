@@ -182,12 +182,15 @@ class GlooPeer:
 
     # Sending.
 
-    def send(self, header: Header, data: Tensor | None = None) -> BackendError | None:
+    def send(
+        self, kind: int, comm: int = 0, tag: int = 0, number: int = 0, nbytes: int = 0, data: Tensor | None = None
+    ) -> BackendError | None:
         """Send a frame with a copy of `data` and the number of received frames. Return an error if that fails."""
         if self.error is not None:
             return self.error
         self._reported = self._received
-        frame = Frame.write(header._replace(extra=self._reported), data)
+        size = 0 if data is None else data.nbytes
+        frame = Frame.write(Header(kind, comm, tag, number, nbytes, extra=self._reported, size=size), data)
         try:
             self.sent.append(self._wire.group.send([frame], self.rank, FRAMES))
         except Exception as error:  # noqa: BLE001  - torch chooses the class
@@ -201,7 +204,7 @@ class GlooPeer:
             self._next_payload = PAYLOADS
         number = self._next_payload
         self._next_payload += len(parts)
-        error = self.send(Header(OFFER, comm, tag, number, t.nbytes))
+        error = self.send(OFFER, comm, tag, number, t.nbytes)
         works: list[Work] = []
         try:
             if error is None:
@@ -226,7 +229,7 @@ class GlooPeer:
 
         def acknowledge(error: BaseException | None) -> None:
             if error is None:
-                self.send(Header(TAKEN, number=number))
+                self.send(TAKEN, number=number)
             done(error)
 
         if len(self._threads) == 1:
@@ -265,7 +268,7 @@ class GlooPeer:
             self.sent.popleft()
         self._acknowledged = acknowledged
         if self._received - self._reported >= CREDIT:
-            self.send(Header(CREDITS))
+            self.send(CREDITS)
         if header.kind == TAKEN:
             if (offer := self._offers.pop(header.number, None)) is None:
                 self._lost(BackendError(f"gloo: rank {self.rank} took data number {header.number}: none was offered"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Exchange, Primitive, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
-from aiodist.collectives.endpoint import LANE_TAGS, Endpoint, Exchanger, on_lane
+from aiodist.collectives.endpoint import LANE_TAGS, Endpoint, Exchanger
 from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
@@ -129,7 +129,7 @@ class Nccl(Exchanger):
         self, ep: Endpoint, mine: bytes | None, then: Callable[[bytes | None, BaseException | None], None]
     ) -> None:
         """Send rank 0's message to the others, over the host."""
-        p = Primitives(on_lane(ep, _ID_LANE), self._repertoire, "tree")
+        p = Primitives(ep.on_lane(_ID_LANE), self._repertoire, "tree")
         message = None if mine is None else as_tensor(mine)
 
         def finish(result: Tensor | None, error: BaseException | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, dtype
 
 from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done, Primitive, Wanted, ignore, once
-from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.implementations import Primitives
 from aiodist.handles import LARGE_BYTES
 from aiodist.handles.kernel import Transfer, together, transfers
@@ -89,7 +89,7 @@ class Staged(Implementation):
         chunks = chunks_of(sizes[0], self._limits) if len(primitives) == 1 and not ep.whole else 1
         rounds = [[_chunk(works[o.t.device], ep.rank, o, chunks, i) for o in primitives] for i in range(chunks)]
         lanes = min(chunks, self._limits["staged.pieces"])
-        endpoints = [on_lane(ep, lane) for lane in range(lanes)] if lanes > 1 else [ep]
+        endpoints = [ep.on_lane(lane) for lane in range(lanes)] if lanes > 1 else [ep]
         if large := max(sizes) >= LARGE_BYTES:  # the progress thread does the host's part
             self._staging.progress.add_large(1)
         try:
