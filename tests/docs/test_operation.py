@@ -20,7 +20,7 @@ from aiodist import Communicator
 
 PAGE = Path(__file__).parents[2] / "docs/design/operation.md"
 NODE = re.compile(r'(\w+)\["([\w.]+)(?:[:,][^"]*)?"\]')
-CALL = re.compile(r' -- "[^"]*" --> | --> ')
+CALL = re.compile(r" -- [^-]+ --> | --> ")
 Calls = set[tuple[str, str]]
 
 
