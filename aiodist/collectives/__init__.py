@@ -1,1 +1,1 @@
-"""Executes a collective: programs of steps, over point-to-point messages or the library's own operations."""
+"""Executes collectives by programs of steps, over messages, a library's collectives or shared memory."""

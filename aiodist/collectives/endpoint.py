@@ -1,6 +1,6 @@
-"""Endpoints, which carry and record the messages of a program. The interface of implementations.
+"""Endpoints carry and record the messages of a program. Also has the interface of implementations.
 
-Two ranks that differ drain the messages between them by the record. Messages of one tag between two ranks keep their
+Two ranks that differ drain the messages between them by these records. Messages of one tag between two ranks keep their
 order: the k-th send of one rank matches the k-th receive of the other. So after both have stopped, the unmatched
 messages are the end of the longer list. The ranks exchange the lists. Each rank then sends zeros for the unmatched
 receives of the other, and discards the unmatched sends of the other.
@@ -25,7 +25,7 @@ from aiodist.streams.memory import bytes_of
 from aiodist.types import ReduceOp
 
 ROOM_BYTES = 256 << 10
-"""Longest message, in bytes, that may be sent before all ranks agree."""
+"""Size, in bytes, from which a message waits until all ranks agree."""
 
 _MOST_RECENT = 1024
 _MOST_ROOMS = 32  # buffers kept for each communicator
@@ -33,7 +33,7 @@ _MOST_ROOMS = 32  # buffers kept for each communicator
 Lists = dict[int, list[int]]  # tag -> sizes of messages, in bytes
 
 LANE_TAGS = 1 << 22
-"""Distance of the tags of two lanes: above the tags of all operations. 32 lanes stay below MPICH's limit."""
+"""Distance of the tags of two lanes, above the tags of all operations. 32 lanes stay below MPICH's limit."""
 
 
 class DeviceMessages(Protocol):
@@ -75,11 +75,11 @@ class Traffic:
     """The record of the messages of one operation on this rank."""
 
     rooms: list[Tensor] | None = None
-    """Reused buffers for receives that may match a longer message, or None if the ranks agree."""
+    """Reused buffers for receives that may match a longer message, or None if no receive may."""
     agreed: Callable[[Done], None] = _AGREED
     """Calls back when all ranks have issued this operation, or with an error."""
     refusal: BaseException | None = None
-    """Error of later sends and receives."""
+    """Error that later sends and receives raise, or None."""
     native: int = 0
     """Number of running native parts, in a library or in shared memory. Native parts cannot be stopped."""
     way: str = ""
@@ -141,7 +141,8 @@ class Traffic:
         return self._sent.get(rank, {}), self._asked.get(rank, {})
 
     def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:
-        """Match the recorded sends and receives of `rank` with those of this rank (transport lock held)."""
+        """Drain the messages between this rank and `rank`, which has recorded `sent` and `asked` (transport lock held).
+        """
         mine, wanted = self.with_rank(rank)
         for tag, sizes in asked.items():
             for nbytes in sizes[len(mine.get(tag, ())) :]:
@@ -170,7 +171,7 @@ class RecentTraffic(dict[int, Traffic]):
 
 
 class Endpoint:
-    """A transport with one operation's tag: messages of different operations never meet."""
+    """A transport with one operation's tag, so that messages of different operations never match."""
 
     __slots__ = ("device_messages", "key", "rank", "ranks", "size", "tag", "traffic", "transport", "whole")
 
@@ -185,8 +186,8 @@ class Endpoint:
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
-        `number` is that of the operation. The key identifies collectives of a library, since tags repeat after some
-        operations. `ranks` are the participating ranks of the transport, in order, or None for all.
+        `number` is the operation's number, by default `tag`. The key of the operation has this number, since tags
+        repeat after some operations. `ranks` are the participating ranks of the transport, in order, or None for all.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -250,7 +251,7 @@ class Endpoint:
         return partial(self.transport.irecv, t, src, self.tag)
 
     async def known(self) -> None:
-        """Wait until the ranks are known to agree: until then received data may be of another operation."""
+        """Wait until the ranks are known to agree. Before that, received data may be of another operation."""
         if self.traffic is not None:
             await transfers([self.traffic.agreed])
 
@@ -260,16 +261,19 @@ class Implementation(ABC):
 
     name: str
     finishes: bool = False
-    """True if allreduce and reduce_scatter take 16-bit floats and means with one rounding."""
+    """True if allreduce and reduce_scatter take 16-bit floats and means with one rounding.
+
+    If False, callers convert.
+    """
     in_order: bool = False
-    """True if operations match by the order of the calls alone, so that only first steps of operations use them."""
+    """True if operations match by the order of the calls alone. Only first steps of operations then use this."""
     recallable: bool = False
     """True if an operation stops on all ranks when one rank fails.
 
     False if the ranks that have begun wait for that rank.
     """
     compares: bool = False
-    """True if `run` waits for the agreement of the hosts, after the part within a host."""
+    """True if `run` waits for the hosts' agreement if necessary. If False, callers wait before large operations."""
 
     @abstractmethod
     def lacks(self, wanted: Wanted) -> str | None:
@@ -281,7 +285,7 @@ class Implementation(ABC):
 
     @abstractmethod
     def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> Program[None]:
-        """Run supported collectives of one kind on one or several tensors, their steps joined."""
+        """Run supported collectives of one kind on one or several tensors, with joined steps."""
 
 
 class Exchanger(Implementation):

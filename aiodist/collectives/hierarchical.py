@@ -1,9 +1,9 @@
 """Collectives in two levels: within each host, and between hosts.
 
-n bytes per rank, h hosts of l ranks. Each host sends 2n(h-1)/h bytes to other hosts. In the form *hierarchical* all
-ranks of a host send a share (reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within). In
-the form *leaders*, for hosts with different numbers of ranks, the first rank of a host sends all (reduce, allreduce
-among the first ranks, broadcast). A flat ring sends 2n(p-1)/p bytes across each link between two hosts.
+With n bytes per rank and h hosts of l ranks, each host sends 2n(h-1)/h bytes to other hosts. In the form *hierarchical*
+all ranks of a host send a share (reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within).
+In the form *leaders*, for hosts with different numbers of ranks, the first rank of a host sends all (reduce, allreduce
+among the first ranks, broadcast). A flat ring of p = hl ranks sends 2n(p-1)/p bytes across each link between two hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Hierarchical(Implementation):
     """See the module and `Implementation`.
 
     If hosts differ on an operation, the part between hosts stops. The ranks within a host agree. All ranks of a host
-    continue to the end, since none may wait for a rank that has stopped.
+    continue to the end, since the others would wait for a rank that stopped.
     """
 
     compares = True
@@ -65,7 +65,7 @@ class Hierarchical(Implementation):
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind. A single allreduce goes in chunks that are in flight at the same time."""
+        """Run collectives of one kind. A single allreduce is split into chunks that are in flight at the same time."""
         first = primitives[0]
         ts = [o.t for o in primitives]
         if first.kind == "broadcast":
@@ -144,9 +144,10 @@ class Hierarchical(Implementation):
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
     async def _between(self, ep: Endpoint, wholes: Sequence[Tensor], primitives: Sequence[Primitive]) -> None:
-        """Run the part between hosts, with a stop if they differ. Parts of large `wholes` wait for the comparison.
+        """Run the part between hosts.
 
-        The agreement decides the outcome of the operation later.
+        If the hosts differ, stop without an error, since the agreement raises the error later. Parts of large `wholes`
+        wait for the comparison.
         """
         traffic = ep.traffic
         groups: dict[tuple[bool, bool], list[Primitive]] = {}

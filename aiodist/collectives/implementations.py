@@ -1,4 +1,4 @@
-"""All implementations of one communicator, and the choice among them. Programs that run the chosen ones."""
+"""All implementations of one communicator, the choice among them, and the steps that run the chosen ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FINISHED = ("allreduce", "reduce_scatter")
 
 
 class NativeCollectives(Implementation):
-    """Native collectives: of the library that carries the communicator, or of shared memory."""
+    """Native collectives of the library that carries the communicator, or of shared memory."""
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
@@ -77,7 +77,8 @@ class NativeCollectives(Implementation):
 class _InOrder:
     """Calls of a library that matches the calls of the ranks by their order.
 
-    A failed call is the last one: the library would match the next call with the failed call of another rank.
+    No call follows a failed call: the library would match this rank's next call with the call of another rank that
+    corresponds to the failed one.
     """
 
     _native: Native
@@ -98,7 +99,7 @@ class Kit(NamedTuple):
 
     implementations: Sequence[Implementation] = ()
     missing: Mapping[str, str] = MappingProxyType({})
-    """Reasons, by name of a missing implementation."""
+    """Reason for each missing implementation, by name."""
     exchanger: Exchanger | None = None
 
 
@@ -119,9 +120,10 @@ class Repertoire:
         alone: str = "",
         cuda: Callable[[Repertoire], Kit] | str = "there is no CUDA device here",
     ) -> None:
-        """`hosts` are the ranks of each host, `within` is the shared memory of this host, or None because of `alone`.
+        """`hosts` are the ranks of each host.
 
-        `cuda` makes the implementations for CUDA devices, or is the reason why there are none.
+        `within` is the shared memory of this host, or None for the reason `alone`. `cuda` makes the implementations for
+        CUDA devices, or is the reason why there are none.
         """
         self._transport = transport
         self._hosts = hosts
@@ -131,9 +133,9 @@ class Repertoire:
         library = None if transport.native is None else NativeCollectives(transport.name, transport.native)
         near = None if within is None else NativeCollectives("shm", within)
         self._shares = within is not None and within.size == transport.size
-        """True if all ranks share memory, where operations are compared."""
+        """True if all ranks share memory."""
         self.edition = 0 if table is None else table.fingerprint
-        """Fingerprint of an edited table, or 0 for the default table."""
+        """Fingerprint of the given table, or 0 for the default table."""
         self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
         if not isinstance(cuda, str):  # a given table may lack the rows for devices
             self.table = self.table.on_cuda()
@@ -155,7 +157,7 @@ class Repertoire:
         """Implementations for CUDA devices, by name (empty without such devices)."""
         self._known: dict[str, dict[str, Implementation]] = {"cpu": self.all, "cuda": self.on_cuda}
         self.hosts = "several" if several else "one"
-        """Host entry of the rows in the table, "one" or "several"."""
+        """Hosts of this communicator, as in the rows of the table: "one" or "several"."""
         self._picked: dict[tuple[Wanted, str, bool], Implementation] = {}
 
     @property
@@ -185,7 +187,7 @@ class Repertoire:
             raise ValueError(f"impl={impl!r} with name=: {why}: expected auto, {', '.join(able)}")
 
     def choice(self, operation: str, nbytes: int, device: str = "cpu") -> str:
-        """Return the table's implementation of `operation` on `nbytes`, or the best available one instead."""
+        """Return the name of the table's implementation of `operation` on `nbytes`, or of the best substitute here."""
         if device == "cuda" and self._transport.size == 1:
             return "direct"  # no data leaves the device
         name = self.table.choice(device, self.hosts, operation, nbytes)
@@ -198,7 +200,7 @@ class Repertoire:
         return {name for _, name in self.table.rows["cpu", self.hosts, operation]}
 
     def pick(self, wanted: Wanted, impl: str = "auto", *, later: bool = False) -> Implementation:
-        """Return the implementation of an operation: `impl`, that of the table, or the best other one that can run it.
+        """Return the implementation `impl` of an operation, or the table's for "auto", or the best substitute.
 
         `later` excludes implementations that match operations by the order of the calls.
         """
@@ -226,7 +228,7 @@ class Repertoire:
     def refusal(self, edit: Edit) -> str | None:
         """Return the reason why the implementation of `edit` is not available, or None.
 
-        Rows for another number of hosts are for splits of this communicator, which check them.
+        Rows for another number of hosts are for splits of this communicator, which check these rows.
         """
         if isinstance(edit, LimitEdit) or (edit.key in self.table.rows and edit.hosts != self.hosts):
             return None
@@ -311,22 +313,22 @@ class Primitives:
     later: bool = False
     """True for any step but the first (see `afterwards`)."""
     device: torch.device = _CPU
-    """This rank's device."""
+    """Device of this rank for tensors that other ranks send from devices."""
 
     def afterwards(self) -> Primitives:
         """Return primitives for a step that is not the first of an operation.
 
         Libraries match collectives by the order of the calls. All ranks begin operations in the same order, but reach
-        second steps in different orders. So implementations that match by tags run these.
+        second steps in different orders. So only implementations that match by tags run second steps.
         """
         return replace(self, later=True)
 
     async def run(self, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind on flat tensors. The collectives of one implementation have joined steps.
+        """Run collectives of one kind on flat tensors. An implementation runs all its collectives together.
 
         Partial results of 16-bit floats are in float32, so each result is rounded once. The implementations run one
-        after another, in the same order on all ranks, so they may share tags. A library comes first: then the order of
-        its calls is the order of the operations.
+        after another, in the same order on all ranks, so implementations may share tags. A library runs first, so that
+        its calls have the order of the operations.
         """
         traffic = self.ep.traffic
         converted: list[tuple[Primitive, Primitive]] = []
@@ -356,7 +358,7 @@ class Primitives:
                 from_wire(o.out, given.out, given.op, self.ep.rank + 1 if o.kind == "scan" else self.ep.size)
 
     async def exchange(self, exchanges: Sequence[Exchange], ahead: Sequence[Transfer] = ()) -> None:
-        """Send and receive tensors, by messages, or natively if all ranks can. The transfers `ahead` start first.
+        """Send and receive tensors by messages, or by NCCL if all ranks can. The transfers `ahead` start first.
 
         All ranks must know which tensors are on the CPU and which on CUDA devices.
         """
@@ -398,7 +400,7 @@ class Primitives:
 
 
 def _in_wire_dtype(o: Primitive) -> Primitive:
-    """Return the reduction of the partial results of `o`."""
+    """Return the primitive of `o` on tensors in the dtype of partial results."""
     wire = to_wire(o.t)
     out = wire
     if o.out is not o.t:

@@ -1,9 +1,9 @@
-"""Point to point: tensors and objects between two ranks, matched by source and tag in issue order.
+"""Sends tensors and objects from rank to rank. Receives match messages by source and tag, in issue order.
 
 A message is a frame with a header and short data. Longer data follow under a separate tag. One receive for frames, from
-any source, is posted while a receive of the program waits. Matching is done here. So a receive without a message can be
-withdrawn without loss. Sizes need not be known. Every backend behaves the same. A synchronous message asks for an
-answer after the match, a frame of a separate kind.
+any source, is posted while a receive of the program waits. The mailbox matches messages, not the library. So a receive
+without a message can be withdrawn without loss, sizes need not be known, and every backend behaves the same. The answer
+to a synchronous message is a frame that is sent after the match.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mailbox:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.device_messages: DeviceMessages | None = None
-        """Moves tensors that are on a device."""
+        """Moves tensors that are on a device, or None without devices."""
         can = transport.capabilities()
         self._least_bytes = 0 if can.short_receives else FRAME_BYTES
         self._room = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
@@ -58,19 +58,19 @@ class Mailbox:
         self._matching: Matching[MailboxReceive, MailboxMessage] = Matching()
         self._listening = self._looping = self._farewell_came = False
         self.sent: Counter[int] = Counter()
-        """Number of frames sent to each other rank. `heard` of this rank there is equal if no frame is in flight."""
+        """Number of frames sent to each other rank, where `heard` of this rank is equal if no frame is in flight."""
         self.heard: Counter[int] = Counter()
         self._number = 0
         self._lines: dict[int, object] = {}
         self._unanswered: dict[int, Done] = {}
-        """Synchronous messages without an answer, by number. The wait for the rank before this one, by `_FAREWELL`."""
+        """Callbacks of synchronous messages without an answer, by number. `_FAREWELL` has the wait for the farewell."""
         self.taking: dict[MailboxReceive, int] = {}
         """Receives that have matched a message in flight, each with the size of the message in bytes."""
         self._kept_from = can.kept_from
         self.kept = 0
-        """Number of pending messages that end only after a match, without the synchronous ones."""
+        """Number of pending sends that end only after a match. Synchronous sends are not counted."""
         self.kept_sent: Counter[int] = Counter()
-        """Number of such messages that have ended, by rank, at most `kept_matched` of this rank there."""
+        """Number of such sends that have ended, by destination. The destination counts them in `kept_matched`."""
         self.kept_matched: Counter[int] = Counter()
 
     @property
@@ -88,7 +88,7 @@ class Mailbox:
         return self._lines.get(number)
 
     def leftovers(self) -> list[tuple[int, int, str]]:
-        """Return the messages without a receive: source, number at the source, words (any thread)."""
+        """Return the messages without a receive, as source, number at the source and text (any thread)."""
         return [(message.src, message.number, str(message)) for message in self._matching.messages]
 
     def keeps(self, t: Tensor, dst: int) -> bool:
@@ -147,7 +147,7 @@ class Mailbox:
             self.listen()
 
     def _to_itself(self, message: MailboxMessage, flat: Tensor, done: Done) -> None:
-        # The copy of a device is queued on the stream that is current now.
+        # A copy on a device is queued on the stream that is current now.
         def copied(data: Tensor | None, error: BaseException | None) -> None:
             if data is not None:
                 message.data = data
@@ -177,13 +177,13 @@ class Mailbox:
             return
         header = Header(MessageKind.ANSWER, self._transport.rank, number=message.number)
         answer = self._frame(header, None, message.src)
-        # A lost rank waits for no answer.
+        # A lost rank waits for no answer, so the outcome is ignored.
         guarded(partial(self._transport.isend, answer, message.src, _FRAME_TAG), keeping(answer, ignore))
 
     async def part(self) -> None:
-        """Receive all messages to this rank. Return when the rank before this one, in a ring, has parted too.
+        """Send a farewell to the next rank, and receive frames until the farewell of the previous rank, in a ring.
 
-        Every rank notifies the next one after the last operation of all ranks. So no receive stays posted.
+        All ranks run this after their last operation. Then no receive stays posted.
         """
         following = (self._transport.rank + 1) % self._transport.size
         header = Header(MessageKind.FAREWELL, self._transport.rank)
@@ -194,10 +194,10 @@ class Mailbox:
     # --- frames that come ---------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Receive frames while one is expected."""
+        """Keep a receive for frames posted while a frame is expected."""
         if self._looping or self._transport.size == 1:
             return
-        self._looping = True  # a frame that has come is heard before `irecv` returns: the next needs no deeper call
+        self._looping = True  # `irecv` may call `_heard` before it returns: this loop then posts the next receive
         try:
             while (self._matching.expects or self._unanswered) and not self._listening:
                 self._listening = True
@@ -209,7 +209,10 @@ class Mailbox:
             self._looping = False
 
     def _heard(self, error: BaseException | None) -> None:
-        """Take a message, an answer, or the farewell of the rank before this one in the ring, then the next frame."""
+        """Handle a frame, which is a message, an answer or the farewell of the previous rank.
+
+        Then receive the next frame.
+        """
         self._listening = False
         try:
             if error is None:
@@ -224,13 +227,13 @@ class Mailbox:
                     self.arrived(MailboxMessage.read(header, self._came))
                 if self._matching.expects or self._unanswered:
                     self.listen()
-        except Exception as raised:  # noqa: BLE001  - the message may be any receive's
+        except Exception as raised:  # noqa: BLE001  - the frame may be for any receive, so all fail
             error = ours(raised)
         if error is not None:
             self.abort(error)
 
     def abort(self, error: BaseException) -> None:
-        """Receive no more: receives without a message end with `error`."""
+        """End receives without a message, and waits for answers, with `error`."""
         wanted = self._matching.cancel_receives()
         unanswered, self._unanswered = self._unanswered, {}
         failed: list[Done] = [*(receive.fail for receive in wanted), *unanswered.values()]
@@ -271,7 +274,7 @@ class Mailbox:
         self._matching.keep(message)
 
     def put_back(self, wanted: MailboxReceive) -> Callable[[Arrived | None, BaseException | None], None]:
-        """Put the message of `wanted` back into its old place. Call `match_again` next.
+        """Put the message of `wanted` back into its old place. The caller then calls `match_again`.
 
         Return the callback for the end of the transfer, which may still be in flight.
         """
@@ -289,7 +292,7 @@ class Mailbox:
         return finished
 
     def take_back(self, wanted: MailboxReceive, data: Tensor | Unpacked) -> None:
-        """Put back, as `put_back`, a message that was received as `data`."""
+        """Put the message of `wanted`, which was received as `data`, back into its old place."""
         message = wanted.given
         assert message is not None
         message.place = DataPlace.RETURNED
@@ -308,7 +311,7 @@ class Mailbox:
     # --- delivery -----------------------------------------------------------------------------------------------
 
     def _deliver(self, message: MailboxMessage, wanted: MailboxReceive) -> bool:
-        """Bring `message` to `wanted`. Withdraw `wanted` and return False if that takes no message."""
+        """Begin to move `message` to `wanted`. Withdraw `wanted` and return False if `wanted` takes no message."""
         if not wanted.take():
             wanted.fail(asyncio.CancelledError())
             return False
@@ -362,7 +365,7 @@ class Mailbox:
         await transfers([partial(self._transport.irecv, piece, message.src, message.number) for piece in pieces])
 
     async def _to_device(self, message: MailboxMessage, into: Tensor | None, device: torch.device) -> Tensor:
-        """Move the bytes of a message to the front of `into`, or to a new tensor, on a device. Return that."""
+        """Move the bytes of a message to the front of `into`, or to a new tensor, on a device. Return the tensor."""
         messages, meta = self.device_messages, message.meta
         assert messages is not None
         if into is None:

@@ -1,4 +1,4 @@
-"""Messages of the mailbox between two ranks: records in memory, format on the wire."""
+"""Messages of the mailbox between two ranks, as records in memory and as bytes on the wire."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DataPlace(IntEnum):
     PIECES = 2
     """The data are in messages of `DeviceMessages`, which follow."""
     RETURNED = 3
-    """The data are with the receive that has given the message back."""
+    """The data went to a receive that has put the message back."""
 
 
 class MessageFlag(IntEnum):
@@ -57,7 +57,7 @@ class MessageFlag(IntEnum):
     SYNCHRONOUS = 1
     """An answer."""
     KEPT = 2
-    """A receive that matches, without an answer: the send ends only after the match."""
+    """The match with a receive, without an answer, since the transport ends the send only after the match."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """The object of a message that was received and given back, in place of the bytes."""
+    """The object of a message that was received and put back, in place of the bytes."""
 
     obj: Any
 
@@ -87,28 +87,28 @@ class MailboxReceive(PostedReceive):
     into: Tensor | None
     finish: Callable[[Arrived | None, BaseException | None], None]
     work: DeviceWork | None = None
-    """The work on the device of `into`, or of the message."""
+    """Work on the device of `into`, or of the message, or None."""
     work_later: Callable[[], DeviceWork] | None = None
     """Factory of `work` for a message from a device. The process uses no device before such a message comes."""
     given: MailboxMessage | None = None
-    """The message that has matched."""
+    """The message that has matched, or None."""
     handle: object = None
     """The handle of the receive after a match."""
     take: Callable[[], bool] = lambda: True
     """Called when a message matches. False withdraws the receive."""
 
     def fail(self, error: BaseException | None) -> None:
-        """End the receive with `error`, without work on a device."""
+        """End the receive with `error`, and cancel its work on a device."""
         self.cancel_work()
         self.finish(None, error)
 
     def cancel_work(self) -> None:
-        """Do nothing on a device."""
+        """Cancel the work on a device, if there is any."""
         if self.work is not None:
             self.work.cancel()
 
     def work_for(self, message: MailboxMessage) -> DeviceWork | None:
-        """Return the work on a device, if `message` is received there."""
+        """Return the work on a device if `message` is received there, else None."""
         if message.meta.on_device if self.into is None else not self.into.is_cpu:
             if self.work is None and self.work_later is not None:
                 self.work = self.work_later()
@@ -116,7 +116,7 @@ class MailboxReceive(PostedReceive):
         return None
 
     def refusal(self, message: MailboxMessage) -> BaseException | None:
-        """Return the error of a `message` that does not fit. Such a message is received and discarded."""
+        """Return the error of a `message` that does not fit, else None. Such a message is received and discarded."""
         into, meta = self.into, message.meta
         if into is None:
             return None
@@ -140,11 +140,11 @@ class MailboxMessage(UnexpectedMessage):
     flags: int = 0
     """Sum of `MessageFlag`."""
     data: bytes | Tensor | None = field(default=None, repr=False)
-    """The bytes, or None if another rank has the bytes."""
+    """The bytes, or None until the bytes are here."""
     error: BaseException | None = None
     """Error of the transfer of a message that was put back before the transfer was finished."""
     waiting: list[Done] = field(default_factory=list)
-    """Callbacks for the end of that transfer."""
+    """Callbacks for the end of the transfer of a message that was put back."""
     unpacked: Unpacked | None = field(default=None, repr=False)
     """The object of the message, if a receive has unpacked the object."""
 

@@ -1,4 +1,4 @@
-"""Headers of tensors of unknown shape: dtype and shape."""
+"""Packs dtype and shape of a tensor, for ranks that do not know the shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ META_BYTES = _FORMAT.size
 
 
 class Meta(NamedTuple):
-    """A tensor without data."""
+    """Dtype, shape and place of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Meta(NamedTuple):
 
 
 def pack_meta(t: Tensor) -> bytes:
-    """Return `META_BYTES` bytes. A shape of more than 16 dimensions becomes flat."""
+    """Return the metadata of `t` in `META_BYTES` bytes. A shape of more than 16 dimensions becomes flat."""
     shape = tuple(t.shape) if t.dim() <= _MAX_DIMS else (t.numel(),)
     dims = len(shape) if t.is_cpu else len(shape) | _ON_DEVICE
     return _FORMAT.pack(dtype_code(t.dtype), dims, *shape, *(0,) * (_MAX_DIMS - len(shape)))

@@ -1,4 +1,4 @@
-"""Collectives on the user's tensors: exchange sizes, build results.
+"""Collectives on the user's tensors, which exchange sizes and build results.
 
 Every function is a program on a list of tensors or on one tensor. The caller has checked the arguments: tensors are
 dense and contiguous, roots valid. `out` is the output of the only tensor, or None.
@@ -52,7 +52,7 @@ async def elementwise(
     """Reduce each of `ts` into its output in `outs`, which may be the same tensor. Return the outputs.
 
     `kind` is allreduce, reduce or scan. A reduce returns None except on `root`, and only reads the tensors of other
-    ranks. A scan goes over ranks 0 to this one, with a mean of these ranks.
+    ranks. A scan reduces over ranks 0 to this one, and its mean is the mean of these ranks.
     """
     mine = root in (None, p.ep.rank)
     targets = ts
@@ -64,7 +64,7 @@ async def elementwise(
 
 
 async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` over the ranks before mine. The tensors of rank 0 do not change, as in MPI."""
+    """Reduce each of `ts` over the ranks before this one. The tensors of rank 0 do not change, as in MPI."""
     ep = p.ep
     targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
     if p.ep.size == 1 and p.impl == "auto":
@@ -91,7 +91,7 @@ async def broadcast(p: Primitives, ts: Sequence[Tensor], root: int) -> Sequence[
 
 
 async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = None) -> list[list[Tensor] | Tensor]:
-    """Return for each of `ts` the tensors of all ranks as a list, or for one concatenated along dim 0 in `out`.
+    """Return, for each of `ts`, the list of all ranks' tensors, or with `out` their concatenation along dim 0.
 
     Sizes may differ.
     """
@@ -129,7 +129,10 @@ async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
 
 
 async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapping[int, int]) -> dict[int, list[Meta]]:
-    """Send the metadata of the tensors `to` each rank. Return the metadata from the ranks `by`."""
+    """Send metadata of the tensors in `to`, by rank.
+
+    Return the metadata from the ranks in `by`, which has their counts.
+    """
     records = {rank: torch.empty(count * META_BYTES, dtype=torch.uint8, device="cpu") for rank, count in by.items()}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
     sends = [ep.send(as_tensor(b"".join(map(pack_meta, ts))), rank) for rank, ts in to.items()]
@@ -173,7 +176,7 @@ async def gather(
 async def scatter(
     p: Primitives, lists: Sequence[Sequence[Tensor]] | None, nested: bool, out: Tensor | None, root: int
 ) -> Tensor | list[Tensor]:
-    """Return root's tensor number `rank`, in `out` or in new memory, or a list of such for a list of lists.
+    """Return this rank's tensor of root's list, in `out` or new memory, or a list of tensors for a list of lists.
 
     Root sends the number of lists (-1: one, not nested) with the first tensor's dtype and shape, so that a scatter of
     one list takes two messages per rank.
@@ -311,7 +314,7 @@ async def reduce_scatter(
 
 
 async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Tensor:
-    """Return root's bytes on all ranks: by one broadcast of a frame, by a second one for longer data."""
+    """Return root's bytes on all ranks. One frame is broadcast, and longer data by a second broadcast."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     room = _FRAME_BYTES - _COUNT.size
     if packed is not None:
@@ -332,9 +335,10 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
 def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[tuple[int, int]] = ()) -> Tensor:
     """Return `out` as `shape`: narrowed if `out` is larger, grown if `out` is too small and owns its memory.
 
-    `sent` has the sending ranks with numbers of elements, unless these numbers are equal.
+    `sent` has the numbers of elements by sending rank, for the text of the error.
 
-    Raises ValueError if `out` cannot grow (a view, or borrowed memory), TypeError for another dtype.
+    Raises ValueError if `out` cannot grow (a view, or borrowed memory) or is a node of autograd, TypeError for another
+    dtype.
     """
     if out.dtype is not kind:
         raise TypeError(f"out= holds {dtype_name(out.dtype)}, the result {kind}")
@@ -371,7 +375,7 @@ def _room(meta: Meta, out: Tensor | None, device: torch.device, src: int | None 
 
 
 def into(t: Tensor, out: Tensor | None) -> Tensor:
-    """Return `t`'s elements in `out`, which may be `t` or its memory, or in new memory."""
+    """Return `t`'s elements in `out`, which may be `t` or its memory, or in new memory if `out` is None."""
     if out is t:
         return t
     target = _room(Meta(t.dtype, tuple(t.shape)), out, t.device)
@@ -435,7 +439,7 @@ def copy_to_all(ts: Sequence[Tensor]) -> None:
 
 
 async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Tensor:
-    """Combine the list on this rank, then the ranks, into the first tensor: that of `root`, or of each rank.
+    """Combine the tensors of this rank, then those of all ranks, into the first tensor of `root`, or of each rank.
 
     Other tensors are only read. Tensors on other devices are copied to the device of the first, one after the other.
     """
@@ -455,7 +459,7 @@ async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: i
 async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> T:
     """Run the program of `then` if all ranks give lists of one length on one device type, else raise MismatchError.
 
-    The messages of the operation cannot show the difference: each rank first adds its own tensors.
+    The messages of the operation could not show the difference, since each rank first adds its own tensors.
     """
     if p.ep.size == 1:
         return await then(p)

@@ -21,7 +21,7 @@ from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
-_SHORT_BYTES = 64 << 10  # the plan of the steps of shorter tensors takes as long as their run
+_SHORT_BYTES = 64 << 10  # for shorter tensors, planning the steps takes as long as running them
 _FEW_RANKS = 64
 _MOST_KEPT = 256
 
@@ -29,9 +29,9 @@ _MOST_KEPT = 256
 class Scheduled(Implementation):
     """The `Implementation` by the schedule called `name`, over the messages of the endpoint.
 
-    `chunks` is the number of parts in flight at the same time, or one after the other. With None the size and `limits`
-    (see `LIMITS`) determine `chunks`. Each of the parts in flight at the same time has its own tag, a lane. Several
-    tensors share the lanes: the steps are joined, with one chunk per tensor.
+    `chunks` is the number of chunks of a tensor. With None, the size and `limits` (see `LIMITS`) determine the number.
+    Chunks that are in flight at the same time have lanes, each with its own tag. Several tensors have one chunk each,
+    share the lanes, and take their steps together.
     """
 
     recallable = True
@@ -43,7 +43,7 @@ class Scheduled(Implementation):
         self._kept: dict[tuple[object, ...], Schedule] = {}
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return the reason why there is no schedule of the operation, or None, for any number of ranks."""
+        """Return the reason why there is no such schedule of the operation, or None."""
         names = SCHEDULES.get(wanted.operation, {})
         if self.name in names:
             return None
@@ -93,7 +93,8 @@ class Scheduled(Implementation):
     def _schedule(self, operation: str, nbytes: int, whole: bool, args: tuple[Any, ...]) -> Schedule:
         """Return the schedule of an operation. Schedules for few ranks and short tensors are cached.
 
-        `args` are the rank, the number of ranks, and the number of elements or a tuple of those of blocks.
+        `args` are the rank, the number of ranks, the numbers of elements (a tuple for blocks), and the root if there is
+        one.
         """
         key = (operation, nbytes, whole, *args)
         schedule = self._kept.get(key)
@@ -118,10 +119,10 @@ class _Work(NamedTuple):
 
     schedule: Schedule
     parts: Sequence[tuple[int, int, Tensor]]
-    """First and last bound in the buffer, with the elements."""
+    """Tensors of the buffer, each with its first element there and the end."""
     op: ReduceOp
     block: Tensor | None
-    """The result, copied to its place at the end."""
+    """The result if it must be copied to its place at the end, else None."""
 
     def view(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which are in one tensor."""
@@ -132,7 +133,7 @@ class _Work(NamedTuple):
 
 
 async def _run_lane(ep: Endpoint, works: Sequence[_Work], lane: int) -> None:
-    """Run one lane of several schedules of one name, their steps joined.
+    """Run one lane of several schedules of one name, with joined steps.
 
     All ranks take the same steps, so messages of one tag match by their order.
     """
@@ -144,7 +145,7 @@ async def _run_lane(ep: Endpoint, works: Sequence[_Work], lane: int) -> None:
 def _steps(ep: Endpoint, work: _Work, steps: Iterator[Step]) -> Iterator[Sequence[Transfer]]:
     """Yield the transfers of each step. Combine the received data when the next step is taken.
 
-    Data to combine arrive in a room that is reused in each step.
+    Data to combine arrive in a buffer that is reused in each step.
     """
     room: Tensor | None = None
     for step in steps:

@@ -1,1 +1,1 @@
-"""The choice of an implementation: the selector, with a table, a file, and facts common to all ranks."""
+"""The selector, which chooses implementations by a table, table files, and the available implementations."""

@@ -14,7 +14,7 @@ from aiodist.types import OPERATIONS, Impl
 EXCHANGES = ("gather", "scatter", "alltoall", "alltoall_single")
 """Operations with separate data for each pair of ranks. NCCL has these operations too."""
 ONE_FORM = dict.fromkeys(EXCHANGES, "direct") | {"exscan": "chain"}
-"""Operations with one implementation on the CPU, made of messages: `impl=` has no effect."""
+"""Operations outside the selector's table, with the name of their usual implementation on the CPU."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 
 _ON_CUDA = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC", "staged": "staging through the host"}
@@ -48,7 +48,7 @@ class Offer:
 
 
 class Availability(Sequence[Offer]):
-    """All offers of a communicator. `print` shows all, and `show` some."""
+    """All offers of a communicator. `print` shows all offers, and `show` selected ones."""
 
     def __init__(self, offers: Sequence[Offer]) -> None:
         self._offers = tuple(offers)
@@ -60,7 +60,7 @@ class Availability(Sequence[Offer]):
         return len(self._offers)
 
     def of(self, operation: str, impl: str, device: str = "cpu") -> Offer:
-        """Return that offer, or raise ValueError, with the known names, for an unknown one."""
+        """Return the offer with these names, or raise ValueError, with the known names, for an unknown name."""
         for what, seen, known in (
             ("operation", operation, EVERY_OPERATION),
             ("implementation", impl, IMPLEMENTATIONS),

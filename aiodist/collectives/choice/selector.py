@@ -1,4 +1,4 @@
-"""The selector: an editable map from operation and size to an implementation, unless the call names one."""
+"""The selector, which maps operation and size to an implementation for calls that name none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGEST = 1 << 62
 
 
 class Selector:
-    """The table of a communicator: device, hosts, operation and size to the name of an implementation.
+    """The table of a communicator, which maps device, hosts, operation and size to the name of an implementation.
 
     `print` shows the table, and `show` a part, in the format of the file of `AIODIST_SELECTOR` or `init(selector=)`. An
     edit is valid from the next operation on, for this communicator and its splits. Earlier operations keep their
@@ -33,7 +33,7 @@ class Selector:
     def __init__(
         self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: Callable[[], int]
     ) -> None:
-        """`publish` applies an edit here and to the splits. `large_bytes` returns the current limit."""
+        """`publish` applies an edit here and to the splits. `large_bytes` returns the current limit of this name."""
         self.repertoire = repertoire
         self._large_bytes = large_bytes
         self._publish = publish
@@ -41,7 +41,8 @@ class Selector:
     # --- reading --------------------------------------------------------------------------------------------
 
     def choose(self, operation: str, nbytes: int, device: str = "cpu") -> str:
-        """Return the name of the implementation of `operation` on `nbytes`: of the tensor, for allgather of the result.
+        """Return the name of the implementation of `operation` on `nbytes`, the size of the tensor or of an allgather's
+        result.
 
         Raises ValueError for "cuda" if there is no CUDA device.
         """
@@ -101,10 +102,10 @@ class Selector:
     ) -> Handle[None]:
         """Let `impl` run `operation` on tensors of at least `above` and less than `below` bytes (None: no upper limit).
 
-        `hosts` selects ranks on "one" host or on "several", None the hosts of this communicator. The size is that of
-        the tensor, for allgather of the whole result.
+        `hosts` selects communicators on "one" host or on "several". The default is as for this communicator. The size
+        is that of the tensor, for allgather of the whole result.
 
-        Raises ValueError for unknown names, with the known ones, and for sizes that are no range. Raises
+        Raises ValueError for unknown names, with the known ones, and for an empty range of sizes. Raises
         `BackendUnavailable`, with the reason, if the implementation is not available (see `availability`).
         """
         return self._edit(RangeEdit(device, hosts or self.repertoire.hosts, operation, above, below, impl))
@@ -127,7 +128,10 @@ class Selector:
 
 
 async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> None:
-    """Wait until all ranks have made the same edit. For different edits, call `differ` with an error and raise it."""
+    """Wait until all ranks have made the same edit.
+
+    If edits differ, call `differ` with the error, then raise the error.
+    """
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed

@@ -1,4 +1,4 @@
-"""The table of the selector: device, hosts, operation and size to the name of an implementation. Pure data.
+"""The selector's table, which maps device, hosts, operation and size to the name of an implementation.
 
 An edit is one line of text, the same in a file, on the wire and in printed tables:
 
@@ -48,7 +48,7 @@ IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)[1:]
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SHORT_BYTES = 64 << 10
 _LENT_BYTES = 1 << 20
-"""Smallest tensor, in bytes, for CUDA IPC: the description, made once for each storage, takes up to 0.1 s."""
+"""Smallest tensor, in bytes, for which CUDA IPC precedes staging: its first use of a storage takes up to 0.1 s."""
 COMPARED_BYTES = ROOM_BYTES
 """Smallest tensor, in bytes, whose data wait until the hosts have compared the operation."""
 
@@ -179,7 +179,7 @@ def bytes_text(nbytes: int) -> str:
 
 
 def check_known(what: str, seen: str, known: Iterable[str]) -> None:
-    """Raise ValueError, with the known names, for an unknown one."""
+    """Raise ValueError, with the known names, if `seen` is unknown."""
     if seen not in known:
         raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
 
@@ -204,9 +204,10 @@ class Table:
 
     @classmethod
     def usual(cls, library: str | None, *, shares: bool = True) -> Table:
-        """Return the default table of a communicator over `library`, None for a transport without collectives.
+        """Return the default table of a communicator.
 
-        `shares`: the ranks of a host share memory.
+        `library` has the collectives of its transport, or is None. True for `shares` means that the ranks of a host
+        share memory.
         """
         rows = {
             ("cpu", hosts, operation): _usual(library, hosts, operation, shares=shares)
@@ -216,7 +217,7 @@ class Table:
         return cls(MappingProxyType(rows))
 
     def on_cuda(self) -> Table:
-        """Return the table with rows for CUDA devices, by default the default rows."""
+        """Return the table, with default rows for CUDA devices if it has none."""
         # `last_resorts` has the substitutes if NCCL is missing or refuses these ranks.
         usual = {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
         missing = {key: steps for key, steps in usual.items() if key not in self.rows}
@@ -271,7 +272,7 @@ def _usual(library: str | None, hosts: str, operation: str, *, shares: bool) -> 
 def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bool = True) -> tuple[str, ...]:
     """Return substitutes for an implementation of `operation`, the best first.
 
-    True for `shares` means shared memory.
+    True for `shares` means that the ranks of a host share memory.
     """
     short, long = _SCHEDULE[operation]
     of_messages = short if nbytes < _SHORT_BYTES else long
@@ -293,4 +294,4 @@ _SCHEDULE: Mapping[str, tuple[str, str]] = {
     "reduce_scatter": ("halving", "ring"),
     "scan": ("doubling", "chain"),
 }
-"""Schedules of each operation: fewest messages for short tensors, fewest bytes for long ones."""
+"""Schedules of each operation, for short tensors (fewest messages) and long tensors (fewest bytes)."""

@@ -33,9 +33,10 @@ _SHOWN = 120
 async def edits_at_start(
     asked: str | os.PathLike[str] | None, channel: Channel, world: Repertoire, topology: Topology, *, seconds: float
 ) -> list[Edit]:
-    """Return, on every rank, the edits of rank 0's file: of the one `asked` for, or if None of a measured one.
+    """Return, on every rank, the edits of rank 0's file.
 
-    "none" means no file. All ranks raise the errors of `read_edits` on rank 0, for which the others wait `seconds`.
+    `asked` is its path. None is the file that was measured for these hosts, if there is one, and "none" is no file. All
+    ranks raise the errors of `read_edits` on rank 0. The other ranks wait for rank 0 for at most `seconds`.
     """
     if channel.rank == 0:
         answer: dict[str, Any] = {}

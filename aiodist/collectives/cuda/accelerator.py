@@ -48,7 +48,7 @@ def visible_devices(environment: Environment) -> list[str]:
 
 
 def means_here(*, nccl_shares: bool) -> Means:
-    """Return the means of this rank for its device. `nccl_shares`: NCCL is configured to let ranks share a device."""
+    """Return the `Means` of this rank's device. True for `nccl_shares` means that NCCL lets ranks share a device."""
     no_ipc = ""
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
         no_ipc = f"torch allocates with {allocator}, whose memory no other process can map"
@@ -58,9 +58,9 @@ def means_here(*, nccl_shares: bool) -> Means:
 
 
 def _nccl_here() -> tuple[tuple[int, ...], str]:
-    """Return NCCL's version, or () and the reason for a missing NCCL.
+    """Return NCCL's version and "", or () and the reason why NCCL is missing.
 
-    The call loads NCCL, so that all ranks know a failure.
+    The call loads NCCL, so that all ranks learn of a failure.
 
     The first call takes some 0.3 s and opens no device.
     """
@@ -80,7 +80,7 @@ class Accelerator:
     ) -> None:
         """`failed` is called on the loop with the name of a communicator whose NCCL has failed and the error.
 
-        With `direct` the host's transports support device memory.
+        True for `direct` means that the host's transports support device memory.
         """
         self._progress = progress
         self._staging = Staging.of(progress)
@@ -99,13 +99,13 @@ class Accelerator:
     # --- operations -----------------------------------------------------------------------------------------
 
     def work(self, name: str, device: torch.device, tag: int | None = None, *, expected: bool = False) -> DeviceWork:
-        """Return the work of an operation of the communicator `name` on `device`. A collective has a tag.
+        """Return the work of an operation of the communicator `name` on `device`.
 
-        `expected`: the operation may not use the device.
+        A collective has a `tag`. True for `expected` means that the operation might not use the device.
 
-        [Note: whose stream] Each operation has a stream while it queues work. The second step of an operation with
-        steps on the host must not wait for later work of the caller, such as the rest of backward. NCCL's kernels wait
-        for one another, so each NCCL communicator has a further stream for its kernels alone.
+        [Note: whose stream] Each operation has its own stream while the operation queues work. The second step of an
+        operation with steps on the host must not wait for later work of the caller, such as the rest of backward.
+        NCCL's kernels wait for one another, so each NCCL communicator has a further stream for its kernels alone.
         """
         stream = self._take_stream(device)
         slots = None if tag is None else self._slots.get(name)
@@ -150,7 +150,7 @@ class Accelerator:
     # --- implementations ------------------------------------------------------------------------------------
 
     def kit(self, name: str, ranks: Sequence[int], topology: Topology | None) -> Callable[[Repertoire], Kit] | str:
-        """Return a function that creates the implementations for these world ranks, or the reason for none."""
+        """Return a function that creates the implementations for these ranks, or the reason why there are none."""
         if topology is None or None in topology.devices:
             blind = "this rank" if topology is None else f"rank {topology.devices.index(None)}"
             return f"{blind} has no CUDA device"
@@ -160,7 +160,7 @@ class Accelerator:
         return partial(self._make, ranks, topology, slots)
 
     def _make(self, ranks: Sequence[int], topology: Topology, slots: Slots | str, repertoire: Repertoire) -> Kit:
-        """`slots` are those of NCCL, or the reason for a missing NCCL."""
+        """`slots` are the launch slots of NCCL, or the reason why NCCL is missing."""
         no_ipc = _missing_on(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         places = [device.physical for device in topology.devices if device is not None]
@@ -216,7 +216,7 @@ class Accelerator:
             self._progress.loop.call_later(_CHECK_SECONDS, self._check)
 
     def _check(self) -> None:
-        """Check NCCL for errors while operations are in flight, and once afterwards: a failed one may have ended."""
+        """Check NCCL for errors while operations are in flight, and once afterwards."""
         if self._groups is None:
             self._checking = False
             return
@@ -240,7 +240,10 @@ class Accelerator:
         return [] if self._groups is None else [g for g in self._groups if g.name.rpartition(" #")[0] == name]
 
     async def release(self, name: str, *, drained: bool) -> None:
-        """Release the NCCL groups of the communicator `name`. With `drained` all its ranks make this call."""
+        """Release the NCCL groups of the communicator `name`.
+
+        `drained` must be True only if all its ranks make this call.
+        """
         self._slots.pop(name, None)
         for group in self.groups_of(name):
             assert self._groups is not None
@@ -261,7 +264,10 @@ class _Stream(NamedTuple):
 
 
 def _no_nccl(topology: Topology) -> str | None:
-    """Return the reason why NCCL cannot connect these ranks, or None. All ranks return one or none does."""
+    """Return the reason why NCCL cannot connect these ranks, or None.
+
+    Either all ranks get a reason, or no rank does.
+    """
     if missing := _missing_on(topology, lambda means: means.no_nccl):
         return missing
     devices = [device for device in topology.devices if device is not None]

@@ -1,6 +1,6 @@
 """Messages of CUDA tensors, staged through the host in pinned chunks.
 
-Each chunk is copied to the host during the send of the chunk before. The first chunks are copied on the operation's
+Each chunk is copied to the host while the previous chunk is sent. The first chunks are copied on the operation's
 stream, after its earlier work. When the host knows the end of this work, chunks use the streams for copies (see
 `aiodist.streams.staging`). On the operation's stream, these chunks would wait for work that was queued later.
 """
@@ -85,7 +85,7 @@ class StagedMessages:
 
 
 class DirectMessages(StagedMessages):
-    """Messages over a transport that supports device memory: without staging, after the earlier work of the stream."""
+    """Messages over a transport that supports device memory, without staging."""
 
     def cut(self, t: Tensor) -> list[Tensor]:
         return [t]

@@ -1,4 +1,4 @@
-"""Elementwise reduction of several tensors of a CUDA device by one kernel: one read and one write of each.
+"""Reduces tensors of a CUDA device elementwise by one kernel, which reads each input and writes each output once.
 
 torch adds two tensors at a time. A sum of p tensors for all p ranks takes 2p - 2 kernels with almost twice the memory
 traffic. The NVRTC of torch compiles the kernel for each dtype, operator and number of tensors at the first use, in a
@@ -108,10 +108,10 @@ Launch = Callable[[Sequence[int], int, int], None]  # (arguments of the kernel, 
 
 
 def reduce(into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> bool:
-    """Queue a kernel on the current stream that reduces the flat `ts` in order and writes each of `into`.
+    """Queue a kernel on the current stream that writes the reduction of the flat `ts`, in order, to each of `into`.
 
-    Tensors of `into` may be in `ts`. All have one dtype and size, in memory that the device of the first one can
-    access. Returns False, with no work queued, if there is no such kernel.
+    The tensors of `into` may also be in `ts`. All tensors have the same dtype and size, and the device of `into[0]` can
+    access their memory. Returns False, with no work queued, if there is no such kernel or its launch fails.
     """
     t = into[0]
     launch = kernel(t.device, Shape(t.dtype, op, len(ts), len(into)))
@@ -139,7 +139,7 @@ def kernel(device: torch.device, shape: Shape) -> Launch | None:
     try:
         return _load(device, compiled(source, torch.cuda.get_device_capability(device)))
     except (OSError, RuntimeError, AttributeError, TypeError) as error:  # no driver, or no recent compiler
-        _log.debug("CUDA IPC goes on without a kernel for %s: %s", shape, error)
+        _log.debug("CUDA IPC continues without a kernel for %s: %s", shape, error)
         return None
 
 
@@ -164,7 +164,7 @@ def source_of(shape: Shape) -> str:
         "INS": ins,
         "OUTS": outs,
     }
-    # Definitions in the source, not options: the compiler's own headers come first, with names such as T.
+    # Definitions in the source, not options: the compiler reads its own headers first, which use names such as T.
     return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + SOURCE
 
 

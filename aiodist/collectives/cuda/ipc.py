@@ -1,15 +1,15 @@
 """Collectives in device memory that the ranks of a host map from one another.
 
 An operation has these steps. A rank waits until its stream has finished earlier work, then announces its tensor to the
-using ranks. The rank queues its part of the work, on its own memory and on that of others. After a wait for the device,
-the rank reports the end to the owners of that memory. The operation ends on a rank when all messages for that rank have
-arrived. All waits are on the host, for two reasons. Processes that share a GPU take turns, so a spinning kernel would
-block the other process. The event of a killed process would never be recorded.
+ranks that use the tensor. The rank queues its part of the work, on its own memory and on other ranks' memory. After a
+wait for the device, the rank reports the end to the owners of the used memory. The operation ends on a rank when all
+messages for that rank have arrived. All waits are on the host, for two reasons. Processes that share a GPU take turns,
+so a spinning kernel would block the other process. The event of a killed process would never be recorded.
 
 Ranks that share a device take turns. Each turn costs a switch between contexts. So the first rank of each device does
 the elementwise reductions for all ranks there. This rank reads a share of every rank's tensor, and writes the result to
 every rank. The other ranks send one message and receive one. No two ranks access the same bytes. There are no
-intermediate copies. All ranks have the same bits. n bytes per rank, p ranks:
+intermediate copies. All ranks get the same bits. With n bytes per rank and p ranks:
 
     allreduce       all together read and write pn, as if each rank copied its tensor once
     reduce          all together read pn, write n
@@ -18,9 +18,9 @@ intermediate copies. All ranks have the same bits. n bytes per rank, p ranks:
     allgather       each rank reads and writes the tensors of all
     broadcast       each rank reads and writes n, root nothing
 
-These numbers are for one fused kernel (see `fused`), which all operations but scan have. Without NVRTC a reduction runs
-in chunks that fit the device's cache. 16-bit floats are added in float32 and rounded once. A stream without queued work
-needs no wait for an event, which would be recorded only at the next turn.
+Each reduction except scan has one fused kernel (see `fused`). Without NVRTC, a reduction runs in chunks that fit the
+device's cache, and needs more reads and writes. 16-bit floats are added in float32 and rounded once. A stream without
+queued work needs no wait for an event, which would be recorded only at the next turn.
 
 A rank that learns of a lost rank stops using other ranks' memory. A rank without that knowledge may still write to the
 tensors of all. After such a failure the content of the tensors is undefined. Freed memory is not reused before the
@@ -75,7 +75,7 @@ class CudaIpc(Implementation):
 
     name = "cuda_ipc"
     finishes = True
-    compares = True  # the device does not wait
+    compares = True  # operations on devices do not wait for the agreement
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class CudaIpc(Implementation):
     ) -> None:
         """`ranks` are the world ranks of the communicator's ranks, `places` are names of their devices.
 
-        The first rank of each place does the work of that place, also if a tensor is on another device. See `LIMITS`.
+        The first rank of each place does the work of that place, also if a tensor is on another device. For `limits`
+        see `LIMITS`.
         """
         self._mappings = mappings
         self._ranks = ranks
@@ -103,7 +104,7 @@ class CudaIpc(Implementation):
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind, their steps joined. An allreduce is equal to the bit on all ranks."""
+        """Run collectives of one kind, with joined steps. An allreduce gives all ranks the same bits."""
         loans = [loan for o in primitives if (loan := self._loan(ep, o)) is not None]
         if not loans:
             return
@@ -124,7 +125,7 @@ class CudaIpc(Implementation):
             raise failure
 
     def _loan(self, ep: Endpoint, o: Primitive) -> _Loan | None:
-        """Return one collective of this rank, or None if the rank neither lends its tensor nor works in another."""
+        """Return this rank's part of a collective, or None if the rank neither lends its tensor nor uses another."""
         if o.kind == "broadcast":
             return self._lend(ep, o.t, {o.root: o.t.numel()}, partial(_copied, ep.rank, o.root))
         if o.kind == "allgather":
@@ -176,7 +177,7 @@ class CudaIpc(Implementation):
     # --- reductions ---------------------------------------------------------------------------------------------------
 
     def _share(self, ep: Endpoint, parts: Parts) -> Sequence[Tensor]:
-        """Return my share of each tensor, by rank, from this rank on and around."""
+        """Return this worker's share of each tensor, by rank, from this rank on and then from rank 0."""
         t, workers = parts[ep.rank], self._group(ep).workers
         share = _share(workers.index(ep.rank), len(workers), t.numel(), t.dtype.itemsize)
         return [parts[rank][share] for rank in _around(ep.rank, ep.size)]
@@ -184,7 +185,7 @@ class CudaIpc(Implementation):
     def _write(self, into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> None:
         """Write the reduction of `ts` to each of `into`.
 
-        `into` has either no memory of `ts`, or some of `ts` with the first or the last of `ts` as its first tensor.
+        Either `into` shares no memory with `ts`, or `into` has tensors of `ts`, the first or the last of `ts` first.
         """
         if not into[0].numel() or fused.reduce(into, ts, op):
             return
@@ -219,11 +220,10 @@ class CudaIpc(Implementation):
     def _lend(
         self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work, *, shared: bool = False
     ) -> _Loan | None:
-        """Create a loan.
+        """Return a loan, or None if this rank takes no part.
 
-        `lent` has the elements, by lending rank. `work` queues this rank's kernels on the lent tensors.
-
-        True for `shared`: all ranks lend, and the first rank of each device does the work of that device.
+        `lent` has the numbers of elements, by lending rank. `work` queues this rank's kernels on the lent tensors. True
+        for `shared` means that all ranks lend, and the first rank of each device does the work of that device.
         """
         workers = self._group(ep).workers
         others = _around(ep.rank, ep.size)[1:]
@@ -299,7 +299,7 @@ class CudaIpc(Implementation):
 
 @dataclass(eq=False, slots=True)
 class _Loan:
-    """One collective of this rank: the own tensor, and the work on the tensors of others."""
+    """This rank's part of a collective: the rank's tensor, and the work on other ranks' tensors."""
 
     t: Tensor
     lent: Loan
@@ -314,7 +314,7 @@ class _Loan:
     failure: Exception | None = None
 
     def attempt(self, call: Callable[..., None], *args: object) -> None:
-        """Make `call`, with its error kept until the end: the other ranks wait for this one."""
+        """Make `call`. Keep its error until the end, since the other ranks wait for this rank."""
         try:
             call(*args)
         except Exception as error:  # noqa: BLE001  - raised after the others know
@@ -347,7 +347,7 @@ def _plain(t: Tensor) -> Tensor:
 
 
 def _around(me: int, size: int) -> list[int]:
-    """Return all ranks, starting at mine, so that the ranks access different memory at the same time."""
+    """Return all ranks, beginning with this one, so that ranks access different memory at the same time."""
     return [*range(me, size), *range(me)]
 
 
@@ -365,7 +365,10 @@ def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:
 
 
 def reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
-    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of them. Others do not change."""
+    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of `ts`.
+
+    Other tensors do not change.
+    """
     step = wire_op(op)
     if _is_widened(into.dtype, op, len(ts)):
         total = ts[0].float()

@@ -1,4 +1,4 @@
-"""NCCL as an implementation: opened by its first operation, called in the order of issue."""
+"""The implementation by NCCL, which its first operation opens, with calls in the order of issue."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Slots:
     """NCCL groups and launch slots of the operations of one communicator."""
 
     def __init__(self, progress: Progress, group_of: Callable[[int, torch.device], NcclGroup]) -> None:
-        """`group_of` creates the group of the k-th device of each rank and my device."""
+        """`group_of(k, device)` returns the group of the k-th devices of all ranks. `device` is that of this rank."""
         self._progress = progress
         self._group_of = group_of
         self._used: list[torch.device] = []
-        """My devices in the order of first use: the k-th devices of all ranks form a group."""
+        """Devices of this rank in the order of first use. The k-th devices of all ranks form a group."""
         self.taken: dict[int, dict[torch.device, tuple[NcclGroup, LaunchSlot]]] = {}
         """Groups and slots, by tag of the operation and device."""
 
     def take(self, tag: int, device: torch.device, *, expected: bool) -> Callable[[], None] | None:
         """Take a slot for an operation (loop's thread). Return a function that releases the slot.
 
-        If the operation may not use the device (`expected`), the call does not count as a use of the device. Returns
-        None if another device was used first.
+        True for `expected` means that the operation might not use the device. The call then does not count as a use,
+        and returns None if another device was used first.
         """
         if not expected:
             self._use(device)
@@ -64,7 +64,10 @@ class Slots:
         return self.taken[tag % LANE_TAGS][device]
 
     def is_first(self, tag: int, device: torch.device) -> bool:
-        """Note the use of a device. Return True if an operation has a slot on the communicator's first device."""
+        """Return True if an operation has a slot on `device`, and no other device was used first.
+
+        Count this as a use.
+        """
         if device not in self.taken.get(tag % LANE_TAGS, {}) or self._used[:1] not in ([], [device]):
             return False
         if not self._used:
@@ -89,7 +92,7 @@ class Nccl(Exchanger):
     """See `Exchanger`. `slots` has the groups and launch slots of the operations."""
 
     name = "nccl"
-    compares = True  # the device does not wait
+    compares = True  # operations on devices do not wait for the agreement
 
     def __init__(self, slots: Slots, repertoire: Repertoire) -> None:
         """`repertoire` sends NCCL's id from rank 0 to the others."""
@@ -121,7 +124,7 @@ class Nccl(Exchanger):
 
     def _native(self, ep: Endpoint, device: torch.device) -> NcclNative:
         group, slot = self._slots.of(ep.tag, device)
-        if not group.opened:  # in launch order, so that messages of the same operation carry the id on all ranks
+        if not group.opened:  # in launch order, so that the same operation sends the id on all ranks
             slot.run(partial(group.open, partial(self._exchange, ep)))
         return NcclNative(group, slot)
 

@@ -1,4 +1,4 @@
-"""Runs a program on a CUDA device: the work uses one stream, and the program ends with the device's work."""
+"""Runs a program with one stream of a CUDA device. The program ends when the device has finished its work."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _AS_IT_IS = nullcontext()
 
 
 class OnHost(list[Transfer]):
-    """Transfers that queue no work on a device, and so enter no stream, which would cost as much as the transfers."""
+    """Transfers that queue no work on a device. To enter a stream for them would cost as much as the transfers."""
 
 
 class StaysOnHost(OnHost):
-    """Like `OnHost`.
+    """Transfers as in `OnHost`.
 
-    The program's next step also queues no work outside a stream that the step enters, unless the step raises.
+    After they succeed, the program's next step also runs without the operation's stream, so the step enters a stream
+    itself for work.
     """
 
 
@@ -63,7 +64,7 @@ class DeviceWork:
         return OnStream(self.stream)
 
     def hurry(self, count: int) -> None:
-        """Shorten the GIL's switch interval (+1) or restore it (-1): spinning threads take the GIL from CUDA calls."""
+        """Shorten the GIL's switch interval (+1), or restore it (-1). Spinning threads take the GIL from CUDA calls."""
         self._progress.hurry(count)
 
     def begin(self) -> None:
@@ -85,7 +86,7 @@ class DeviceWork:
             self._finish(done, device_error(error))
 
     def _finish(self, done: Done, error: BaseException | None) -> None:
-        self.fence.reached(None)  # the event is used again
+        self.fence.reached(None)  # the event will be reused
         if error is None:
             try:
                 lend(self._lent, self._caller, but={t.untyped_storage().data_ptr() for t in self.given})
@@ -115,9 +116,9 @@ class DeviceWork:
 def on_devices(program: Program[T], works: Sequence[DeviceWork], given: Sequence[Tensor | None] = ()) -> Program[T]:
     """Run `program` with the stream of each of `works` as the current one of its device, in its steps and transfers.
 
-    The work begins after the earlier work of the caller's streams and has finished when this returns, also if `program`
-    fails, since queued work uses the tensors. A close before the start cancels `works`. `given` are tensors of the
-    caller, which stay alive until the device has finished, even after an abort.
+    The work begins after the earlier work of the caller's streams, and has finished when the returned program ends,
+    also if `program` fails, since queued work uses the tensors. A close before the start cancels `works`. `given` are
+    tensors of the caller, which stay alive until the device has finished, even after an abort.
     """
     for work in works:
         work.given = [t for t in given if t is not None]

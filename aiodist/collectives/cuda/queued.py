@@ -19,7 +19,7 @@ from aiodist.types import ReduceOp
 
 
 class Queued(Fence):
-    """A reduction that a device queues, with the fence at its end (created on the issuing thread)."""
+    """A reduction on a device, and the fence at its end (created on the issuing thread)."""
 
     __slots__ = ("_done",)
     _done: Done
@@ -32,16 +32,19 @@ class Queued(Fence):
         raise NotImplementedError
 
     def _finish(self, error: BaseException | None) -> None:
-        self.reached(None)  # the event is used again
+        self.reached(None)  # the event will be reused
         self._done(error)
 
 
 Queue = Callable[[Tensor, torch.cuda.Stream], Queued]
-"""(t, stream): a reduction of `t` after the work queued on the caller's `stream`. The call may raise RuntimeError."""
+"""Function of (t, stream) that returns a reduction of `t` after the queued work of the caller's `stream`.
+
+May raise RuntimeError.
+"""
 
 
 class Alone(Queued):
-    """A reduction of a communicator with one rank: a wait for the queued work of the caller's stream."""
+    """A reduction of a communicator with one rank, which only waits for the queued work of the caller's stream."""
 
     __slots__ = ("_end", "_events", "_stream")
 

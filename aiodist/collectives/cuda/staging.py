@@ -1,7 +1,7 @@
 """Collectives of CUDA tensors, staged through the host in pinned chunks.
 
-A chunk is copied to the host, reduced there and copied back, while other chunks are at other stages: the slowest stage
-determines the time. For the streams of the copies see `device_messages`.
+A chunk is copied to the host, reduced there and copied back, while other chunks are at other stages. So the slowest
+stage determines the time. For the streams of the copies see `device_messages`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Staged(Implementation):
 
     name = "staged"
     finishes = True
-    compares = True  # the device does not wait
+    compares = True  # operations on devices do not wait for the agreement
 
     _staging: Staging
     _host: Callable[[Endpoint], Primitives]
-    """The host's primitives for a step that is not the first of an operation, and comes at any time."""
+    """Function that returns the host's primitives for later steps (see `Primitives.afterwards`)."""
     _limits: Mapping[str, int]
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -80,7 +80,7 @@ class Staged(Implementation):
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run one collective in chunks, which each lane runs one after another, or several in one chunk each."""
+        """Run one collective in chunks that the lanes share, or several collectives in one chunk each."""
         primitives = [o for o in primitives if o.t.numel() or o.out.numel()]
         if not primitives:
             return
@@ -180,7 +180,7 @@ class _Copies:
         self._staging.events.watch(self._current, done)
 
     def read(self, pairs: Copies, device_busy: bool, done: Done) -> None:
-        """Copy to the host. True for `device_busy`: earlier work of the stream may not have ended."""
+        """Copy to the host. True for `device_busy` means that earlier work of the stream may not have ended."""
         self._staging.copies(pairs, self._current if device_busy else self._to_host, ignore, done)
 
     def write(self, pairs: Copies, done: Done) -> None:
