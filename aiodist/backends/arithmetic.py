@@ -42,7 +42,7 @@ FUNCTIONS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""Functions of two tensors that return a third one, `out=` or a new one."""
+"""Functions of two tensors that return the result, in `out=` or in a new tensor."""
 
 COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
     ReduceOp.SUM: Tensor.add_,
@@ -94,7 +94,7 @@ def divide(t: Tensor, ranks: int) -> None:
 
 
 def wire_op(op: ReduceOp) -> ReduceOp:
-    """Return the operator of partial results: sum for a mean, which `from_wire` divides."""
+    """Return the operator of partial results. For a mean it is sum, and `from_wire` divides."""
     return ReduceOp.SUM if op is ReduceOp.MEAN else op
 
 

@@ -1,12 +1,12 @@
 """Interface of a backend to the layers above.
 
-A *transport* is one communicator's share of a backend. A transport moves whole tensors between ranks. Everything else
-uses transports. Native collectives of a library are a second protocol, which is optional.
+A *transport* is one communicator's share of a backend. A transport moves whole tensors between ranks. All other layers
+use transports. `Native`, an optional second protocol, has the collectives of a library.
 
 A method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`) and does not
-block. The method calls `done(error)` exactly once, also under the lock, possibly before the return. A failure of the
-network or of another rank raises nothing. The caller keeps the tensors alive until then. An exception of a method is
-the error of that transfer alone: callers use `guarded`.
+block. The method calls `done(error)` exactly once, also under the lock, possibly before the method returns. The caller
+keeps the tensors alive until that call. A failure of the network or of another rank raises nothing. An exception of a
+method is the error of that transfer alone: callers use `guarded`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from aiodist.types import REDUCTIONS, ReduceOp
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 Begin = Callable[[Tensor, int, Done], None]
-"""Starts a planned allreduce: (tensor, number of the operation, done)."""
+"""Function of (tensor, number of the operation, done) that starts a planned allreduce."""
 
 NAMED = 1 << 58
 """Lowest number of a named operation: see `number_of_use`."""
 MOST_NAMES = (1 << 16) - 1
-"""Largest number of names of a communicator."""
+"""Most names of one communicator."""
 
 _NAMED_TAGS = (1 << 20) + 1  # above the tags of the mailbox
 _COLLECTIVE_TAGS = 1 << 21  # above the tags of names
@@ -51,7 +51,7 @@ def number_of_use(name: int, count: int) -> int:
 
 
 def name_in(number: int) -> int:
-    """Return the number of the name from the number of an operation. The result is negative without a name."""
+    """Return the number of the name of operation `number`, or a negative number for an operation without a name."""
     return (number - NAMED) // _MOST_USES
 
 
@@ -68,13 +68,13 @@ def key_of(number: int) -> int:
 
 
 class Refused(Exception):
-    """A rank, which reports the cause to the other ranks, takes no part in an operation that has failed."""
+    """A rank takes no part in an operation that has failed there. That rank reports the cause to the other ranks."""
 
 
 def guarded(call: Callable[[Done], object], done: Done) -> None:
     """Make `call(done)`, and pass an exception of the call to `done`, at most once.
 
-    Raises an exception that comes after `done` was called, possibly by `done` itself.
+    Raises an exception that comes after the call of `done`, or from `done` itself.
     """
     called = False
 
@@ -140,7 +140,7 @@ def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
 
 
 def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Run `fn`, which may block for long, in a new daemon thread, for which the exit of the process does not wait."""
+    """Run `fn`, which may block for long, in a new daemon thread, and return the future of its result."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -243,7 +243,7 @@ class Primitive:
 
 
 class Exchange(Primitive):
-    """Tensors of any sizes between pairs of ranks, which both know the sizes.
+    """Tensors of any sizes between pairs of ranks. Both ranks of a pair know the sizes.
 
     The receives of a rank from another one match the sends of that rank in order. Some ranks may have no transfer.
     """
@@ -264,14 +264,14 @@ class Capabilities:
     """Features of a transport."""
 
     short_receives: bool
-    """A receive may be longer than the message."""
+    """True if a receive may be longer than its message."""
     devices: frozenset[str] = frozenset({"cpu"})
     overruns: bool = False
-    """A message longer than the receive may crash the library."""
+    """True if a message longer than its receive may crash the library."""
     kept_from: int | None = None
     """Smallest send to another rank, in bytes, that completes only after its receive was posted, or None if unknown."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
-    """(data, dst, tag): sends a few bytes, in order with `isend`. Returns False if the bytes would have to wait."""
+    """Function of (data, dst, tag) that sends a few bytes in order with `isend`, or returns False if they must wait."""
 
 
 class Native(Protocol):
@@ -321,4 +321,4 @@ class Transport(Protocol):
         """
 
     async def aclose(self, *, drained: bool) -> None:
-        """Release the transport. With `drained`, every rank calls `aclose` and no transfer is in flight. Else abort."""
+        """Release the transport. `drained` is True if every rank makes this call and no transfer is in flight."""

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 _FORMAT: Final = struct.Struct("<8q")
 HEADER_BYTES: Final = _FORMAT.size
-"""64: data after a header are aligned for every dtype."""
+"""Bytes of a header, 64, so that data after a header are aligned for every dtype."""
 
 
 class Header(NamedTuple):

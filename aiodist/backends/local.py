@@ -1,4 +1,4 @@
-"""N ranks in one process, as tasks of one event loop: for tests, for learning, or for a single rank."""
+"""N ranks in one process, as tasks of one event loop, for tests, for learning, or for a single rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LocalMessage(UnexpectedMessage):
 class LocalHub:
     """Messages among the ranks of one process, matched and copied with the transport lock held.
 
-    With a `seed`, deliveries wait for the loop. The order between different pairs of ranks is then drawn, so that one
-    seed always gives one interleaving. Without a seed each delivery is immediate.
+    With a `seed`, deliveries wait for the loop. The order of the deliveries is then drawn, so that one seed always
+    gives one order. Without a seed each delivery is immediate.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -42,7 +42,7 @@ class LocalHub:
         self._ready: deque[tuple[LocalMessage, TransportReceive]] = deque()
         self._draining = False
         self.loop: AbstractEventLoop | None = None
-        """The loop of all ranks: the progress thread may be the first to send."""
+        """The loop of all ranks, for deliveries that the progress thread starts."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Deliver `message` to the first matching receive, or keep the message."""
@@ -81,7 +81,7 @@ class LocalHub:
                 self._draining = False
 
     def _copy_next(self) -> None:
-        """Copy the bytes of the next delivery, or of one that is drawn."""
+        """Copy the bytes of the next delivery, or with a seed of a drawn one."""
         if not self._ready:
             return
         if self._random is not None:

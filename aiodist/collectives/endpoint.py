@@ -141,8 +141,7 @@ class Traffic:
         return self._sent.get(rank, {}), self._asked.get(rank, {})
 
     def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:
-        """Drain the messages between this rank and `rank`, which has recorded `sent` and `asked` (transport lock held).
-        """
+        """Drain the messages between this rank and `rank`, whose record is `sent` and `asked` (transport lock held)."""
         mine, wanted = self.with_rank(rank)
         for tag, sizes in asked.items():
             for nbytes in sizes[len(mine.get(tag, ())) :]:

@@ -50,7 +50,7 @@ class Hierarchical(Implementation):
         self._local = self._here.index(rank)
         self._within = within or Scheduled("direct")
         self.recallable = self._within.recallable
-        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # in one chunk on a lane
+        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # in one chunk, on one lane
         self._tree = Scheduled("tree")
 
     @classmethod

@@ -294,7 +294,10 @@ async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: S
 async def reduce_scatter(
     p: Primitives, ts: Sequence[Tensor], out: Tensor | None, op: ReduceOp, blocks: Sequence[Sequence[torch.Size]]
 ) -> list[Tensor]:
-    """Return my block of each of `ts`, reduced. `blocks` are the shapes of all ranks' blocks, for each of `ts`."""
+    """Return this rank's block of each of `ts`, reduced.
+
+    `blocks` are the shapes of all ranks' blocks, for each of `ts`.
+    """
     targets: list[Tensor] = []
     primitives: list[Primitive] = []
     for t, shapes in zip(ts, blocks, strict=True):

@@ -2,9 +2,9 @@
 
 [Note: kept memory] Each description has a counter in shared memory, which is 1 until the opening process has closed the
 mapping. If a storage dies before, torch neither reuses nor frees the memory until all counters of the storage are 0. So
-a mapping never shows other data. Therefore one process opens a description once. As long as the storage lives, a
-description costs an event, an entry in a file, and a wrapper of the memory. The allocator then ignores `record_stream`
-for this storage.
+a mapping never shows other data. For this reason only one process opens a description, and only once. As long as the
+storage lives, its description costs an event, an entry in a file, and a wrapper of the memory. The allocator ignores
+`record_stream` for a storage with a description.
 
 A process maps the memory on its own device, also if the memory is on another GPU: kernels read and write the memory
 across the link between the GPUs. torch's event is not used: ranks synchronise on the host, since the event of a killed
@@ -34,7 +34,7 @@ class Mapper:
     def __init__(self) -> None:
         self._idle: dict[torch.device, torch.cuda.Stream] = {}
         self._allocations: WeakValueDictionary[bytes, _Allocation] = WeakValueDictionary()
-        """Allocations of other processes with open mappings, by handle."""
+        """Mapped allocations of other processes, by CUDA's handle of the allocation."""
 
     def export(self, t: Tensor) -> bytes:
         """Return a description of the storage of `t`, which one rank opens once, or raise BackendError on failure.
@@ -111,10 +111,10 @@ class Mapped:
 
 
 class Own(Mapped):
-    """A storage of another rank in this process: a weak reference."""
+    """A storage of another rank in this process, by a weak reference."""
 
     def __init__(self, cdata: int, device: torch.device) -> None:
-        """`cdata` is that of the storage. The lending rank holds a weak reference to the storage."""
+        """`cdata` is torch's identifier of the storage. The lending rank holds a weak reference to the storage."""
         self._storage = StorageWeakRef(_lent(cdata))
         self._device = device
 

@@ -1,13 +1,14 @@
-"""CUDA storages that one rank lends to the others of its host. Mappings of storages of the others.
+"""CUDA storages that this rank lends to the others of its host, and mappings of the others' storages.
 
-A rank *lends* a storage under a unique number. The rank announces the storage to the using ranks. The announcement has
-a description until the other rank has acknowledged the description, and the number alone afterwards. A description may
-take up to a tenth of a second in the driver (an H100 in a virtual machine), so only these ranks get one. The rank
-identifies a storage by a weak reference to torch's object, not by the address, which another storage may have later.
-When a storage dies or is resized, an announcement has its number for the mapping ranks. These ranks then close the
-mapping. Until then torch keeps the memory: see [Note: kept memory].
+A rank *lends* a storage under a unique number. The rank announces the storage to the ranks that use the storage. An
+announcement has a description until the other rank has acknowledged the description. Later announcements have only the
+number. A description may take up to a tenth of a second in the driver (an H100 in a virtual machine), so a rank makes
+descriptions only for ranks that use the storage. The rank identifies a storage by a weak reference to torch's object,
+not by the address, which another storage may have later. When a storage dies or is resized, the next announcement to
+each mapping rank also has the dead number. That rank then closes the mapping. Until then torch keeps the memory: see
+[Note: kept memory].
 
-[Note: loans] One operation is one *loan*, which announces a tensor to the other ranks and receives their announcements.
+[Note: loans] An operation has one *loan*, which announces a tensor to the other ranks and receives their announcements.
 A loan ends when these ranks have finished with the tensor. So each of these ranks knows the number by then. A rank
 declares a number dead only when no loan uses that number. So messages of several operations may arrive in any order. No
 rank receives a number after its declaration as dead. A failed loan never ends. The memory stays mapped after the close,
@@ -130,7 +131,7 @@ class Mappings:
     def __init__(self, mapper: Mapper | None = None) -> None:
         self._mapper = mapper or Mapper()
         self._numbers = itertools.count(1)
-        self.lent: dict[int, _Lent] = {}  # by torch's object
+        self.lent: dict[int, _Lent] = {}  # by torch's identifier of the storage
         self._dead: dict[int, list[int]] = {}  # dead numbers to announce, by rank
         self.borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and number
         self._closed = False

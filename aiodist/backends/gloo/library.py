@@ -1,10 +1,10 @@
-"""torch's gloo: process groups, created over the control channel, and `BackendError` for errors.
+"""Creates torch's process groups of gloo over the control channel, and converts their errors to `BackendError`.
 
 [Note: gloo] Properties of torch 2.13's gloo, with the consequences:
 
-- Only `Work.wait()` detects the end of a send or receive: `is_completed()` stays False. There is no future. `abort()`
-  ends no wait. A wait that times out closes every connection of its group, so that all other waits raise: `abort_group`
-  uses this.
+- Only `Work.wait()` detects the end of a send or receive: `is_completed()` stays False. There is no future of a send or
+  receive. `abort()` ends no wait. A wait that times out closes every connection of its group, so that all other waits
+  raise: `abort_group` uses this.
 - A receive from any source detects neither dead peers nor closed connections.
 - A message longer than its receive ends the *process* (`std::terminate` in gloo's thread). A collective with different
   sizes on the ranks does the same.
@@ -77,7 +77,7 @@ def backend_error(error: Exception, what: str = "") -> BackendError:
 
 
 class _ChannelStore(Store):
-    """Store for gloo's connection setup over the control channel. Gloo makes the call in a thread."""
+    """A store over the control channel, for gloo's connection setup. gloo calls its methods in a thread."""
 
     def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()

@@ -53,7 +53,8 @@ class GlooNative:
     """`allreduce` and `reduce`, in a separate process group.
 
     Other collectives use direct sends, since gloo's would need as many messages and make the ranks wait. All ranks must
-    begin the same operations in the same order, else gloo ends the process. So the ranks compare before.
+    begin the same operations in the same order, else gloo ends the process. So the ranks compare operations before they
+    begin.
     """
 
     finishes = False
@@ -63,7 +64,7 @@ class GlooNative:
     _group: ProcessGroup | None
     _rank: int
     _peers: Collection[GlooPeer]
-    _run: Callable[[Callable[[], None]], None]  # runs completions that come from a thread of gloo: see `Wire`
+    _run: Callable[[Callable[[], None]], None]  # `Wire.call`, which runs completions from a thread of gloo
     _running: int = 0
     _aborter: threading.Thread | None = None
 

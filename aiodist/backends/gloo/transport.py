@@ -1,4 +1,4 @@
-"""Communicators over gloo, with the start of the first one.
+"""Communicators over gloo, and the creation of the world's communicator.
 
 [Note: lost peers] When a rank cannot be reached, pending and later operations with that rank fail. Receives from any
 source fail once for each loss: the waiting ones, or else the next one without a message. Later receives wait for the
@@ -207,7 +207,10 @@ class GlooTransport:
         return GlooTransport(self._meeting, self.wire, path, world_ranks, group)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Close it. Pending operations fail. The world's transport closes the connections, which all splits use."""
+        """Close this transport.
+
+        Pending operations fail. The world's transport closes the connections, which all splits use.
+        """
         if self._closed:
             return
         self._closed = True
@@ -244,7 +247,7 @@ async def open_world(channel: Channel, *, one_host: bool) -> GlooTransport:
 
     True for `one_host` uses the loopback interface, for ranks on one host. gloo connects in a thread, so the loop
     continues. After a cancellation this thread runs for a while. Raises `BackendError` if the ranks cannot connect,
-    `OperationTimeout` or `PeerLost` if one is missing.
+    `OperationTimeout` or `PeerLost` if a rank is missing.
     """
     meeting = GlooRendezvous(channel, one_host=one_host)
     if channel.size == 1:

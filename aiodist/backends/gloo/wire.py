@@ -43,7 +43,7 @@ from aiodist.threads import OwnThread
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
 _POSTED = 4  # posted receives of frames, per peer
-CREDIT = 64  # received frames after which a separate frame acknowledges them
+CREDIT = 64  # number of received frames that a separate frame acknowledges
 
 
 class Frame(NamedTuple):
@@ -171,7 +171,7 @@ class GlooPeer:
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
         self.rank = rank
-        self.error: BackendError | None = None  # error after which the peer cannot be reached
+        self.error: BackendError | None = None  # why the peer cannot be reached, or None
         self.sent: deque[Work] = deque()  # frames that must stay alive until the peer acknowledges them
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS
@@ -302,7 +302,7 @@ class GlooPeer:
         tell((done, again(error)) for _, done in offers.values())
 
     def join(self, until: float) -> bool:
-        """Wait for the threads after the close of the connection. Return True if all ended. Without the lock."""
+        """Wait for the threads after the close of the connection. Return True if all ended. The lock is not held."""
         self._payloads.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))

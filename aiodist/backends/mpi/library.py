@@ -1,4 +1,4 @@
-"""mpi4py, imported without initialising MPI. MPI's dtypes and operators by those of torch and aiodist."""
+"""Imports mpi4py without initialising MPI. Has MPI's dtypes by torch's, and its operators by aiodist's."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class MpiNative:
         self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
 
     def _allgather(self, o: Primitive, done: Done) -> None:
-        """Gather equal blocks. Unequal ones are not native."""
+        """Gather blocks of equal size. Blocks of unequal sizes are not gathered natively."""
         everything = [address(o.out.data_ptr(), o.out.nbytes), o.t.nbytes, MPI.BYTE]
         self._start(lambda: self._comm.Iallgather(spec(bytes_of(o.t)), everything), o.out.nbytes, done)
 

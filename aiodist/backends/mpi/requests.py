@@ -14,12 +14,12 @@ from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
 
 _WINDOW = 64  # requests that one poll tests
-_STIR_SECONDS = 0.25  # longer than the pause between two looks of the watch
+_STIR_SECONDS = 0.25  # longer than the time between two checks of a watchdog
 address = MPI.buffer.fromaddress
 
 
 class Requests:
-    """The MPI requests in flight of one loop: one `Testsome` for all of them."""
+    """The MPI requests in flight of one loop, polled together."""
 
     rings = False
     of_ranks = True

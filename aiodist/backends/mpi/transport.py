@@ -42,7 +42,7 @@ class MpiTransport:
         self._requests = requests
         self._owns_requests = False
         self.beside: Transport | None = None
-        """Transport that makes the splits if ranks may die: the creation of an MPI communicator blocks. None else."""
+        """Transport that makes the splits if ranks may die, since MPI would block for a lost rank. Otherwise None."""
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._pipeline = Pipeline(pieces, requests)
@@ -109,7 +109,7 @@ class MpiTransport:
         return MpiTransport(await in_thread(create), self._progress, self._requests)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Free an idle communicator. Otherwise MPI is never finalised."""
+        """Free the communicator if `drained`. Otherwise MPI is never finalised."""
         if self.beside is not None:
             self.leave()
             await self.beside.aclose(drained=drained)
@@ -135,7 +135,7 @@ class World:
     """MPI is initialised once per process, by aiodist or by the user, and finalised by the same side."""
 
     pid: int | None = None
-    doomed = False  # transfers were aborted: MPI_Finalize could wait without end
+    doomed = False  # True if MPI is never finalised, since MPI_Finalize could wait without end
 
     @classmethod
     def initialize(cls) -> None:

@@ -1,4 +1,4 @@
-"""NCCL, for tensors on CUDA devices: calls of `nccl4py` on streams of aiodist.
+"""The backend over NCCL for tensors on CUDA devices, by calls of `nccl4py` on streams of aiodist.
 
 `load` imports nccl4py, so that a machine without nccl4py can import this package. [Note: nccl] of `library` has the
 properties of NCCL that matter here.

@@ -32,9 +32,9 @@ SPIN_ALONE_SECONDS = 2e-4  # a group of one rank waits for no other rank
 _PRIORITY = -2  # torch has a pool of streams per priority: 0 is the default, -1 is for copies
 
 Launch = Callable[[Any, int], None]
-"""Makes native calls: (communicator, handle of the stream). May raise."""
+"""Function of (communicator, handle of the stream) that makes native calls. May raise."""
 Exchange = Callable[[bytes | None, Callable[[bytes | None, BaseException | None], None]], None]
-"""Sends rank 0's message and calls `then(message, error)` on every rank, with the transport lock held."""
+"""Function of (rank 0's message, then) that calls `then(message, error)` on every rank (transport lock held)."""
 _Work = concurrent.futures.Future[Any]
 _Key = tuple[str, tuple[int, ...], int, torch.device]
 
@@ -48,9 +48,9 @@ class NcclCall(NamedTuple):
     after: Callable[[], None] | None = None
     """Queues more work on the stream after the calls."""
     stream: torch.cuda.Stream | None = None
-    """The caller's stream: the calls run between its earlier and its later work."""
+    """The caller's stream, or None. The calls run between the earlier and the later work of this stream."""
     awaited: torch.cuda.Event | None = None
-    """Event that the calls wait for, if there is no caller's stream."""
+    """Event that the calls wait for if `stream` is None, or None."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,9 +69,8 @@ class NcclGroup:
     index in `ranks`, and `device` has an index.
 
     [Note: the stream of a group] The kernels of a group wait for one another and for the other ranks. So these kernels
-    have a separate stream without other work. Events order this stream after the caller's stream before the kernel, and
-    the caller's stream after this one. The streams of other operations do not wait: the work of one operation between
-    its steps does not wait for the kernels of another.
+    have a separate stream without other work. Events order the kernels after the caller's earlier work, and the
+    caller's later work after the kernels. The streams of other operations do not wait for these kernels.
     """
 
     def __init__(
@@ -112,9 +111,9 @@ class NcclGroup:
     # --- opening ----------------------------------------------------------------------------------------
 
     def open(self, exchange: Exchange) -> None:
-        """Connect the ranks. Every rank calls this once. Native calls wait for its end.
+        """Connect the ranks. Every rank calls this once. Native calls wait for the connection.
 
-        `exchange` sends NCCL's id from rank 0 to the others. The communicator is used once, unless the group has one
+        `exchange` sends NCCL's id from rank 0 to the others. It is called once, or not at all if the group has one
         rank.
         """
         if self.opened or self._error is not None:
@@ -351,7 +350,7 @@ class NcclGroup:
     def release(self, done: Done, *, drained: bool) -> None:
         """Release the communicator, then call `done(None)`, always within some seconds. Make this call once.
 
-        With `drained` every rank makes this call and no call is in flight. Otherwise the communicator is aborted.
+        `drained` is True if every rank makes this call and no call is in flight. Otherwise the communicator is aborted.
         Waiting calls fail.
         """
         closed = BackendError("NCCL: the communicator was destroyed")
@@ -380,7 +379,7 @@ class NcclGroups:
         self._progress = progress
         self._groups: dict[_Key, NcclGroup] = {}
         self._polled: tuple[NcclGroup, ...] = ()
-        """The groups to poll, also those being released. A tuple, for iteration on other threads."""
+        """The groups to poll, also groups that are being released. A tuple, for iteration on other threads."""
         progress.add_poller(self)
 
     def of(self, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> NcclGroup:
@@ -416,7 +415,7 @@ class NcclGroups:
     async def aclose(self, *, drained: bool) -> None:
         """Release all groups within some seconds.
 
-        With `drained` every rank makes this call and no call is in flight.
+        `drained` is True if every rank makes this call and no call is in flight.
         """
         try:
             await asyncio.gather(*(self.release(group, drained=drained) for group in self))

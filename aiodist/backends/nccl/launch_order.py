@@ -1,4 +1,4 @@
-"""Launch order: native calls follow the order of issue of the operations."""
+"""The launch order, in which native calls follow the order of issue of their operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LaunchOrder:
         self.move()
 
     def add(self, slot: LaunchSlot, call: Call, *, last: bool = False) -> None:
-        """See `LaunchSlot.run`. With `last` the slot is released."""
+        """See `LaunchSlot.run`. True for `last` also releases the slot."""
         slot.released = slot.released or last
         (self._late if self._unordered else slot.calls).append(call)
         self.move()
@@ -73,7 +73,7 @@ class LaunchSlot:
     def __init__(self, order: LaunchOrder) -> None:
         self._order = order
         self.calls: list[Call] = []
-        """Calls that wait."""
+        """Calls that wait for earlier slots."""
         self.released = False
 
     def run(self, call: Call) -> None:

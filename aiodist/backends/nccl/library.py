@@ -10,10 +10,11 @@
   communicators have no name.
 - NCCL adds 16-bit floats in 16 bits, and rounds at each hop of a ring or tree, except within a switch. So sums of
   16-bit floats are done in float32. 16-bit floats are native only if the operation does not round.
-- NCCL's average of floats multiplies each summand by 1/n before the sum. The products round n more times and keep the
-  switch from the sum. So a mean is a sum with a later division by the stream.
+- NCCL's average of floats multiplies each summand by 1/n before the sum. The products round n more times, and the
+  switch cannot do the sum. So a mean is a sum with a later division by the stream.
 - NCCL has no 16-bit integers, no complex numbers and no bitwise operators. Operations that move data send bytes.
-- NCCL before 2.30 refuses several ranks on one device. Later versions do unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+- NCCL before 2.30 refuses several ranks on one device. Later versions also refuse them, unless
+  `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
 - Communicators of one device that share a stream may deadlock on the device if two ranks order their calls differently.
 """
 
@@ -110,7 +111,7 @@ class Library:
         return self._core.group()
 
     def reducer(self, kind: dtype, op: str) -> Callable[[Any, Tensor, int], None]:
-        """Return a function that enqueues an in-place allreduce of dense `kind`: (communicator, tensor, stream).
+        """Return a function of (communicator, tensor, stream) that enqueues an in-place allreduce of a dense tensor.
 
         nccl4py's own method inspects both tensors, which takes 7 to 14 us on the host of an H100. The bindings take 0.4
         us.
@@ -155,7 +156,7 @@ class Library:
         return BackendError(f"NCCL: {what}: {text}{self._last_error(comm)}", code=state)
 
     def error(self, error: BaseException, what: str, comm: Any = None) -> BackendError:  # noqa: ANN401
-        """Return a `BackendError` for the exception of a call, with NCCL's last error text if NCCL raised it."""
+        """Return a `BackendError` for the exception `error`, with NCCL's last error text if `error` is NCCL's."""
         code = getattr(error, "status", None)
         last = "" if code is None else self._last_error(comm)
         wrapped = BackendError(f"NCCL: {what}: {error}{last}", code=None if code is None else int(code))

@@ -48,15 +48,15 @@ _NATIVE_OPS = {
 
 
 def reducer(group: NcclGroup, kind: dtype, op: ReduceOp) -> Callable[[Any, Tensor, int], None]:
-    """Return a function that enqueues an in-place allreduce of `kind`: (communicator, `as_numbers` of it, stream).
+    """Return a function of (communicator, numbers, stream) that enqueues an in-place allreduce of `kind`.
 
-    A mean is the sum, which the caller divides.
+    The numbers are `as_numbers` of a tensor. A mean is the sum, which the caller divides.
     """
     return group.library.reducer(torch.uint8 if kind is torch.bool else kind.to_real(), _NATIVE_OPS[op])
 
 
 def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
-    """Return True if `NcclNative` does the operation. See [Note: nccl] for the others."""
+    """Return True if `NcclNative` has the operation. [Note: nccl] has the reasons for missing ones."""
     if operation in _MOVES:
         return kind in DTYPES
     return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
@@ -65,7 +65,7 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
 class _NcclCall(NamedTuple):
     launch: Launch
     after: Callable[[], None] | None = None
-    """Queues more work after the calls."""
+    """Function that queues more work after the calls, or None."""
 
 
 @dataclass(eq=False, slots=True)

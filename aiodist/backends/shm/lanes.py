@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a host, in the compiled core: one lane is an ordered sequence of them.
+"""Collectives among the ranks of a host, in the compiled core. A lane is an ordered sequence of collectives.
 
 `core/` describes the lanes. This module opens lanes and joins these with the lanes of the other ranks. Each rank has a
 block for its state in its arena. The rank sends the name and place of the block to the others.
@@ -80,7 +80,7 @@ class Lanes:
         return self.completions.poll(until - perf_counter() if until else 0.0)
 
     def sleep(self) -> bool:
-        """Request a wake-up of the loop at the next end of an operation. Return False if one has ended already."""
+        """Request a wake-up of the loop at the next end of an operation. Return False if the loop must poll instead."""
         return not self._unmet and self.completions.sleep()
 
     def _woken(self) -> None:
@@ -173,10 +173,11 @@ class ShmLane:
         return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
 
     def refuse(self, key: int) -> None:
-        """Leave the operations of `key`. Operations that not all ranks have joined end with `Refused` on all ranks.
+        """Take no further part in operations of `key`.
 
-        All ranks must make this call: an operation that the first rank has not submitted waits on the others. After two
-        calls at the same time, each rank that learns of the other call must call again.
+        Those that not all ranks have joined end with `Refused` on all ranks. All ranks must make this call: an
+        operation that the first rank has not submitted waits on the others. After two calls at the same time, each rank
+        that learns of the other call must call again.
         """
         self.core.refuse(key)
 
@@ -219,8 +220,8 @@ def _error_of(name: str, cause: list[BaseException], state: int, rank: int) -> B
 class ShmNative:
     """The lanes of some ranks of this host (transport lock held).
 
-    The operations of a communicator use the lane `ordered`, in the order of issue. Steps of programs, which come in
-    another order on each rank, use a lane whose order the first rank chooses.
+    The operations of a communicator use the lane `ordered`, in the order of issue. Steps of programs may come in a
+    different order on each rank, so they use a lane whose order the first rank chooses.
     """
 
     finishes = True
@@ -272,7 +273,7 @@ class ShmNative:
         self.steps().submit(o, crc32(repr(facts).encode()), key, done)
 
     def refuse(self, key: int) -> None:
-        """Leave the steps with `key` and with the next keys, those of the parts (see `ShmLane.refuse`)."""
+        """Take no further part in the steps of an operation, with `key` and the next keys (see `ShmLane.refuse`)."""
         if self._closed is None:
             self.steps().refuse(key)
 
@@ -283,7 +284,7 @@ class ShmNative:
         return self._led
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> None:
-        """Return None: the compiled core issues these."""
+        """Return None, since the compiled core issues these allreduces."""
 
     def abort(self, error: BaseException) -> None:
         """Stop using other ranks' memory: operations in flight end with `error` before this returns."""

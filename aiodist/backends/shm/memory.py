@@ -98,7 +98,10 @@ class Arena:
         self._reclaim()
 
     def close(self) -> None:
-        """Stop freeing pages of single blocks, which other ranks may still read. The last mapping frees all."""
+        """Stop freeing pages of single blocks, which other ranks may still read.
+
+        The end of the last mapping frees all.
+        """
         with self._lock:
             self._closed = True
 
@@ -156,7 +159,7 @@ class Arena:
         self._reclaim()
 
     def _reclaim(self) -> None:
-        # A thread that holds the lock makes this call afterwards.
+        # If another thread holds the lock, that thread frees these blocks too.
         while self._freed and self._lock.acquire(False):
             try:
                 while self._freed:

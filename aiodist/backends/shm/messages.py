@@ -1,4 +1,4 @@
-"""All messages between this rank and the others of its host, on every communicator: a poller of `Progress`.
+"""All messages between this rank and the others of its host, on every communicator. Has a poller of `Progress`.
 
 [Note: lost ranks] When the process of a rank has ended, pending and later sends and receives with that rank fail. On
 each communicator of that rank, receives from any source fail once: the waiting ones, or else the next one without a
@@ -202,7 +202,7 @@ class Messages:
 
     @property
     def rings(self) -> bool:
-        """True if one poll can do all the work."""
+        """True if the last poll has left no work, so that only other ranks can cause new work."""
         return not self._copies and self.budget > 0
 
     def poll(self, until: float = 0.0) -> bool:
@@ -259,7 +259,7 @@ class Messages:
             self.finish(operation, lost(peer.rank))
 
     def _work(self) -> None:
-        """Copy the remaining bytes of this poll, for one operation after another."""
+        """Copy the bytes that this poll may still copy, for one operation after another."""
         while self._copies and self.budget > 0:
             copy = self._copies[0]
             nbytes = min(self.budget, copy.nbytes - copy.moved)

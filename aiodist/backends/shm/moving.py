@@ -1,4 +1,4 @@
-"""Moves existing tensors with all views into an arena: the storages get memory of the arena.
+"""Moves existing tensors with all views into an arena, whose memory the storages get.
 
 torch can swap the memory of two storages (`UntypedStorage._swap_data_ptr_`, since 2.13). Tensors, tensors saved by
 autograd and tied parameters refer to the storage, not to the memory. So all these tensors use the new memory. No
@@ -34,8 +34,8 @@ class _Moved(NamedTuple):
 def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
     """Move the storages of `named` tensors into `arena`, unless already there.
 
-    Raises BufferInFlight, BackendUnavailable, or ValueError with the name of a tensor that cannot move and the reason:
-    no storage has moved then. A MemoryError says how many have moved.
+    Raises BufferInFlight, BackendUnavailable, or ValueError with the name of a tensor that cannot move and the reason.
+    No storage has moved then. The text of a MemoryError has the number of moved storages.
     """
     waiting = _found(arena, named)
     if not waiting:

@@ -1,4 +1,4 @@
-"""The ranks of one host: connections, and mappings of each other's memory.
+"""Connections among the ranks of one host, and mappings of each other's memory.
 
 A unix socket between each two ranks carries descriptors of segments and the places of named memory. A rank sends such a
 message before it stores data that depends on the message. So a rank that finds an unknown place in shared memory reads
@@ -49,7 +49,7 @@ class Neighbour:
         link.setblocking(False)
         self.rank = rank  # in the world
         self.places: dict[str, Place] = {}  # places of named memory
-        self.left: set[str] = set()  # names of memory without further use
+        self.left: set[str] = set()  # names of memory that the neighbour no longer uses
         self._link = link
         self._unsent: deque[tuple[bytes, int | None, HostTable | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
@@ -83,7 +83,7 @@ class Neighbour:
 
     @property
     def is_cut(self) -> bool:
-        """True if the other end of the socket is closed, as the kernel does when the process ends."""
+        """True if the other end of the socket is closed. The kernel closes that end when the process ends."""
         watch = select.poll()
         watch.register(self._link, 0)
         return bool(watch.poll(0))
@@ -221,7 +221,7 @@ class Neighbourhood:
                 neighbour.send({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
 
     def wake_by(self, event: int) -> None:
-        """Send the others an eventfd, to wake the loop of this rank when it waits for one of them."""
+        """Send the others an eventfd, by which each of them can wake this rank's loop."""
         for neighbour in self.neighbours.values():
             neighbour.send({"event": True}, event)
 
@@ -235,7 +235,7 @@ class Neighbourhood:
         return made
 
     def leave(self, name: str, others: Sequence[int], memory: object) -> None:
-        """Stop using the memory called `name`. Keep this rank's `memory` until `others` have left too."""
+        """Stop using the memory called `name`. Keep this rank's `memory` until `others` have stopped too."""
         for rank in others:
             self.neighbours[rank].send({"left": name})
         self._leaving[name] = (frozenset(others), memory)
@@ -292,7 +292,7 @@ class Met(NamedTuple):
     near: Neighbourhood | None
     """The ranks that share memory with this one, or None if there are none."""
     reason: str = ""
-    """Reason why there are none."""
+    """Reason why no other rank shares memory with this one."""
     sharing: tuple[tuple[int, ...], ...] = ()
     """Groups of ranks that share memory, on all hosts."""
 
@@ -355,7 +355,7 @@ def _listen() -> tuple[socket.socket | None, str]:
 def _connect(
     listener: socket.socket, rank: int, mine: Sequence[int], contacts: Sequence[Any], seconds: float
 ) -> dict[int, socket.socket]:
-    """Return a socket to each of the others: the higher rank connects to the lower."""
+    """Return a socket to each of the others. The higher rank of a pair connects to the lower."""
     links: dict[int, socket.socket] = {}
     try:
         for other in (r for r in mine if r < rank):

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from aiodist.backends.shm.messages import Messages
 
 NUMBERS = "messages"
-"""Name of the memory with a rank's counts of bytes written to each ring and taken from the other (`core/ring.h`)."""
+"""Name of the memory with a rank's *numbers* for the other ranks (see `core/ring.h`)."""
 CREDIT_BYTES = 1 << 22  # most bytes of short messages that wait at the receiver without a receive
 
 _PIECES = 4  # chunks of a stage
 _RECORD_BYTES = 64  # cost of a message in addition to the bytes
 _GONE_SECONDS = 0.1  # time for the control channel to report the loss of a rank first
 _SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
-# Records about the message `number`, from its sender: _PIECE a chunk is in the stage, _PUT all of it is in the
-# receiver's tensor, _WITHDRAWN it is aborted. From its receiver: _WANTED send it, _GOT it is received, _REFUSED it is
-# aborted, or its withdrawal was received.
+# Records about a long message. From its sender: _PIECE (a chunk is in the stage), _PUT (the message is in the
+# receiver's tensor), _WITHDRAWN (the sender has aborted). From its receiver: _WANTED (the sender must copy), _GOT (the
+# receiver has the message), _REFUSED (the receiver has aborted, or has seen the withdrawal).
 
 
 def ring_bytes(members: int) -> int:
@@ -82,7 +82,7 @@ class ShmPeer:
         self._filled = 0
         self._stage: Tensor | None = None
         self._cut_at: float | None = None
-        self.gone = False  # the process has ended
+        self.gone = False  # True if the process has ended
 
     @property
     def idle(self) -> bool:

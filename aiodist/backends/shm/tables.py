@@ -1,4 +1,4 @@
-"""A table: a separate memfd that each rank of a host maps, so that all see the same bytes.
+"""A table is a separate memfd that each rank of a host maps, so that all see the same bytes.
 
 A table has no name in any file system. The kernel frees a table with the last mapping and descriptor, however processes
 end.
@@ -18,11 +18,14 @@ class TableAddress(NamedTuple):
     """The address of a table for other ranks."""
 
     rank: int
-    """World rank of the maker."""
+    """World rank that made the table."""
     number: int
     """Number among the tables of that rank."""
     fd: int
-    """File descriptor in that process, for ranks in the same process. Open until all ranks have mapped the table."""
+    """File descriptor in the process of that rank, for ranks in the same process.
+
+    Open until all have mapped the table.
+    """
     nbytes: int
 
 
@@ -30,7 +33,7 @@ class HostTable:
     """A table of this rank, before all ranks have mapped the table. The descriptor is open while this object lives."""
 
     def __init__(self, rank: int, number: int, nbytes: int) -> None:
-        """Raise MemoryError unless all pages can be had. The bytes are 0."""
+        """Raise MemoryError unless all pages can be reserved. The bytes are 0."""
         fd, room = reserved_fd("aiodist-table", nbytes)
         self.address = TableAddress(rank, number, fd, room)
         finalize(self, os.close, fd)

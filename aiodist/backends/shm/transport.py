@@ -1,4 +1,4 @@
-"""Point to point through shared memory, for communicators whose ranks are all on this host."""
+"""Messages through shared memory, for communicators whose ranks are all on this host."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ class Selector:
     # --- reading --------------------------------------------------------------------------------------------
 
     def choose(self, operation: str, nbytes: int, device: str = "cpu") -> str:
-        """Return the name of the implementation of `operation` on `nbytes`, the size of the tensor or of an allgather's
-        result.
+        """Return the name of the implementation of `operation` on a tensor, or on an allgather's result, of `nbytes`.
 
         Raises ValueError for "cuda" if there is no CUDA device.
         """
