@@ -1,1 +1,1 @@
-"""Monitoring of ranks while a job runs: traces, late ranks, deadlocks, inspect."""
+"""Monitors the ranks of a running job by traces, late ranks, deadlocks and `aiodist inspect`."""

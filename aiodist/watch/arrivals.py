@@ -1,9 +1,10 @@
-"""Late ranks: the first rank compares the arrival times of all ranks at each collective.
+"""Finds late ranks: the first rank compares the arrival times of all ranks at each collective.
 
-Once a second, while operations are issued, the first rank of the world measures the clocks of the others, and asks for
-the arrival times at the last operations. The first rank then sends all ranks the last rank of each operation with
-waits. Each rank adds up these waits by its own log. A rank measures the waits of its own receives, which the first
-rank sends to all others. Everything except the comparison runs in the listener threads.
+Once a second, while operations are pending, the first rank of the world measures the clocks of the others, and asks for
+the arrival times at the last operations. The first rank then sends all ranks, for each late operation, the rank that
+came last and the seconds waited. Each rank adds up these seconds by the lines of its own log. A rank measures the waits
+of its own receives, and the first rank sends these waits to all. Everything except the comparison runs in the listener
+threads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PAUSE = 1.0  # seconds between two comparisons
 _ANSWER_SECONDS = 2.0  # longest wait for the answers
 _ROUND_TRIPS = 4  # per measurement of the clocks
 _SHOWN = 8
-_SHORT = 1e-3  # seconds (shorter waits of receives do not count)
+_SHORT = 1e-3  # seconds (shorter waits of receives are not counted)
 _MOST_LEFT = 1 << 14  # operations of a rank that others have not reached
 
 _Stream = tuple[str, str]  # (communicator, name of an operation), or "" for operations without a name
@@ -86,7 +87,7 @@ class _Followed:
             yield name, np.array(times, np.int64).tobytes()
 
     def add(self, name: str, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
-        """Add (number, last rank, seconds waited) of operations. Return the sums."""
+        """Add late operations, each as (number, last rank, seconds waited). Return the sums."""
         for number, last, waited in late.tolist():
             record = self.find(name, int(number))
             kind = "" if record is None else f"{record.what.kind} {name!r}" if name else record.what.kind
@@ -133,7 +134,7 @@ class ArrivalTimes:
     """One rank's part in the comparison."""
 
     def __init__(self, world: Communicator, *, report: bool = False) -> None:
-        """With `report` rank 0 prints the late ranks at the end."""
+        """True for `report` lets rank 0 print the late ranks at the end."""
         self._world = world
         registry = self._registry = parts_of(world).registry
         self._waited: dict[str, WaitingCall] = registry.waited

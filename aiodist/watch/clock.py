@@ -1,7 +1,7 @@
-"""One clock for all ranks: offsets from the first rank's clock, by round trips on the control channel.
+"""Measures the offsets of all ranks' clocks from the first rank's, by round trips on the control channel.
 
 The shortest of several round trips is the best measurement (Cristian 1989, doi:10.1007/BF01784024). The other rank read
-the clock within that round trip. So the error of the middle is at most half of the round trip.
+its clock during that round trip. So the middle of the round trip is wrong by at most half of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Clock:
             self._channel.unsubscribe(self._topic)
 
     async def measure(self, round_trips: int = _ROUND_TRIPS, timeout: float = _ANSWER_SECONDS) -> dict[int, Offset]:
-        """Return the offset of each rank, 0 for the first, which alone calls this. Takes milliseconds.
+        """Return the offset of each rank. Only the first rank, whose offset is 0, makes this call. Takes milliseconds.
 
         `timeout` is the longest wait for a rank without an answer, in seconds.
         """

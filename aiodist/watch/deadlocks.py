@@ -49,7 +49,7 @@ class Deadlocks(Quiet):
         self._progress = watch.progress
         # On the loop's thread.
         self._issued = -1
-        self._seen: Facts | None = None  # pending operations at the last check, if this rank was stalled
+        self._seen: Facts | None = None  # pending operations at the last check, or None if this rank was not stalled
         self._reported: tuple[int, Facts] | None = None  # the last report, with the judge
         self._asked = (0, 0)  # the asking judge, with the round
         self._outbox: list[tuple[int, list[Any]]] = []
@@ -83,7 +83,7 @@ class Deadlocks(Quiet):
         return Facts([op for _, ops in facts for op in ops], [comm for comm, _ in facts])
 
     def _on_question(self, judge: int, number: int) -> None:
-        # The last question counts: `run_ranks` shuffles callbacks and messages.
+        # The last question is answered: `run_ranks` shuffles callbacks and messages.
         self._asked = judge, number if judge != self._asked[0] else max(number, self._asked[1])
         self._progress.loop.call_later(_PAUSE_SECONDS, self._answer)
 

@@ -1,8 +1,8 @@
-"""The wait-for graph: finds ranks that can never continue, from the reports of the ranks. Pure, without I/O.
+"""Finds ranks that can never continue, by a wait-for graph of the ranks' reports. Without I/O.
 
 Each rank reports its facts when stalled (`stillness`). A stalled rank continues only after the end of one of its
-pending operations. A set of such ranks is locked if each operation of each rank needs an action of a rank of the set:
-the first action in the set would need an earlier one. `locked` returns the largest such set. [Note: no false alarm] in
+pending operations. A set of such ranks is locked if each operation of each rank needs an action of a rank of the set,
+since the first such action would need an earlier one. `locked` returns the largest such set. [Note: no false alarm] in
 docs/design/watch.md has the argument.
 """
 

@@ -30,7 +30,7 @@ _STACKS = 16
 
 @contextmanager
 def inspected(watch: Watch, channel: Channel, job: int | None) -> Iterator[None]:
-    """Let `aiodist inspect` find this job in the block by `job`, the process id of its launcher; None disables it."""
+    """Let `aiodist inspect` find this job during the block by `job`, the process id of its launcher, unless None."""
     inspector = Inspector(watch, channel)
     try:
         with nullcontext() if job is None or channel.rank else _served(inspector, job):

@@ -32,7 +32,10 @@ def running() -> list[int]:
 
 
 def look(job: int | None) -> dict[str, Any]:
-    """Return the states of a job's ranks, None for the only job here. Raises ConfigError if there is no such job."""
+    """Return the states of the ranks of `job`, or of the only job here for None.
+
+    Raises ConfigError without such a job.
+    """
     if job is None:
         here = running()
         if len(here) != 1:

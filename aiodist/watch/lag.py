@@ -1,4 +1,4 @@
-"""Loop lag: a thread reports when this rank's event loop was blocked, for how long and at which line."""
+"""Warns when this rank's event loop was blocked, for how long and at which line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _LoopWatcher(Quiet):
             while not self._came.wait(self._seconds / 2) and not self._closing:
                 if monotonic() >= asked + self._seconds:
                     lines[line_of_thread(self._progress.thread_id)] += 1
-            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # until now after its close
+            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # no `_beat` after a close
             if blocked >= self._seconds:
                 self._warn(blocked, lines)
             if self._closing:

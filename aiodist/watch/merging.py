@@ -1,8 +1,8 @@
-"""One timeline from the records of all ranks: a file of trace events for Perfetto and chrome://tracing.
+"""Merges the records of all ranks into one timeline, a file of trace events for Perfetto and chrome://tracing.
 
-The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMHgjY): a rank is a
-process, a track is a thread. Spans of a track that overlap without nesting get further rows. This module, which the
-launcher uses, does not import torch.
+The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMHgjY): with a process
+for each rank and a thread for each track. Spans of a track that overlap without nesting get further rows. This module,
+which the launcher uses, does not import torch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def prepare(folder: Path) -> None:
 def merge(folder: Path) -> Merged | None:
     """Merge the files of the ranks into `folder/trace.json`. Return None if there are no files.
 
-    The last line of a killed rank may be incomplete: the earlier lines are used.
+    The last line of a killed rank may be incomplete. The earlier lines are used.
     """
     said, spans = _read(sorted(folder.glob(_FILES)))
     about = {one["rank"]: one for one in said if one.keys() >= {"rank", "size", "host", "process"}}

@@ -146,7 +146,7 @@ def _entry(name: str, op: Mapping[str, Any]) -> dict[str, Any]:
         "state": "started" if op["pending"] else "completed",
         "is_p2p": False,
         "retired": not op["pending"],
-        "time_created_ns": op["seq"],  # the order stands for the time, which is not recorded
+        "time_created_ns": op["seq"],  # the number in place of the time, which is not recorded
         "time_discovered_started_ns": None,
         "time_discovered_completed_ns": None,
         "timeout_ms": 0,

@@ -1,4 +1,4 @@
-"""The check for a stalled rank: only the end of an operation can make its process run the program's code.
+"""Checks if a rank is stalled, so that only the end of an operation can let it run the program's code.
 
 The check covers the loop, devices and streams, the control channel, the process's signal handlers and all threads. A
 thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`). Every other thread of the program
@@ -59,7 +59,7 @@ def why_not_stalled(progress: Progress, channel: Channel) -> str:
 def thread_at_work(progress: Progress) -> str:
     """Return the name of a thread that may wake this rank, as a sentence, or "" if all threads wait in aiodist.
 
-    Threads are checked twice, since one may have woken another one after its check.
+    Threads are checked twice, since a thread may wake another thread after the check of that thread.
     """
     for _ in range(2):
         threads = {thread.ident: thread for thread in threading.enumerate()}
@@ -108,7 +108,7 @@ def _is_loud(handle: Any) -> bool:  # noqa: ANN401
 
 
 def _may_wake(handler: Any) -> bool:  # noqa: ANN401
-    """Return True if a signal handler, as a function of the program, may wake the loop or a thread."""
+    """Return True if a signal handler is a function of the program, which may wake the loop or a thread."""
     if not callable(handler):
         return False
     call = handler.func if isinstance(handler, functools.partial) else handler

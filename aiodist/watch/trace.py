@@ -1,4 +1,4 @@
-"""`trace`: records all ranks in a block on one clock, as a file for Perfetto.
+"""`trace` records all ranks in a block on one clock, as a file for Perfetto.
 
 Each process writes a file. `merging` merges the files. A file has lines of JSON: a dict has facts of a rank, a list is
 a batch of spans `[rank, track, name, began, ended, details]`, in seconds of the process's own clock. Writes come

@@ -1,4 +1,4 @@
-"""MPI requests in flight: start, test, and callbacks."""
+"""MPI requests in flight, with their start, test and callbacks."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class ShmLane:
     def refuse(self, key: int) -> None:
         """Take no further part in operations of `key`.
 
-        Those that not all ranks have joined end with `Refused` on all ranks. All ranks must make this call: an
+        Operations that not all ranks have joined end with `Refused` on all ranks. All ranks must make this call: an
         operation that the first rank has not submitted waits on the others. After two calls at the same time, each rank
         that learns of the other call must call again.
         """
