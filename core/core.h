@@ -106,7 +106,7 @@ static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
 // low CORE_KEY_BITS number the parts of a program that run independently.
 #define CORE_KEY_BITS 5
 
-// The doorbell of a process's engine, in memory that the ranks of the host map: see engine.c for its states.
+// The doorbell of a process's engine, in memory that the ranks of the host map. engine.c has its states.
 typedef struct core_doorbell {
     _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
     _Alignas(64) _Atomic uint32_t sleep;  // a core_sleep, written only by its process
@@ -133,7 +133,7 @@ size_t core_block_bytes(void);
 // `stage_at`, has `stage_bytes`, the same number on all ranks.
 typedef struct {
     unsigned rank, ranks;
-    bool led;  // the first rank chooses the order: ranks may submit operations, identified by keys, in any order
+    bool led;  // the first rank chooses the order, so ranks may submit operations, identified by keys, in any order
     void *block, *stage;
     size_t stage_bytes;
     core_place stage_at;
@@ -178,8 +178,8 @@ bool core_lane_advance(core_lane *, uint64_t nanoseconds);
 // Returns the time of the last drive, in nanoseconds of core_now; the present time if the engine was notified since.
 uint64_t core_lane_driven_at(const core_lane *);
 
-// core_lane_busy returns the number of operations in flight. core_lane_load returns the bytes of those in flight that
-// are too large to be posted as a whole.
+// core_lane_busy returns the number of operations in flight. core_lane_load returns the bytes of the operations in
+// flight that are too large to be posted as a whole.
 uint64_t core_lane_busy(const core_lane *);
 uint64_t core_lane_load(const core_lane *);
 
@@ -193,12 +193,12 @@ bool core_lane_wants(const core_lane *, unsigned *rank, uint32_t *segment);
 // rank.
 void core_lane_abandon(core_lane *);
 
-// Records that the process of another rank has ended: the lane is abandoned too.
+// Records that the process of another rank has ended, and abandons the lane.
 void core_lane_lost(core_lane *, unsigned rank);
 
-// Returns true if no other rank will read or write this rank's tensors or stage again: each one has abandoned the lane,
-// has finished all operations, or has ended. Until then, the memory of an abandoned lane must not change. Ranks that
-// wait for this rank notice that the lane is abandoned. The caller must notify the other ranks.
+// Returns true if no other rank will read or write this rank's tensors or stage again, since each one has abandoned the
+// lane, has finished all operations, or has ended. Until then, the memory of an abandoned lane must not change. Ranks
+// that wait for this rank notice that the lane is abandoned. The caller must notify the other ranks.
 bool core_lane_quiet(const core_lane *);
 
 // One thread holds a lane at a time. core_lane_hold returns false if another thread holds the lane.

@@ -4,7 +4,7 @@
 // iteration. The engine skips lanes that were driven recently. After a poll, its action depends on the lanes:
 //
 //     an operation advanced         polls again
-//     it waits for other ranks      polls for `spin` more, then LISTENS: a rank that writes to its block wakes it
+//     operations wait for ranks     polls for `spin` more, then LISTENS: a rank that writes to its block wakes it
 //     other threads drive           DOZES for a millisecond
 //     no operation is in flight     DOZES after recent operations; then SLEEPS, and a submit wakes it
 //

@@ -186,7 +186,7 @@ static PyObject *handle_await(Handle *self) {
         }
         if (self->status == status_pending) return PyObject_CallMethodObjArgs((PyObject *)self, s_suspended, NULL);
     }
-    // Awaits that never suspend would starve the loop: once a millisecond one of them yields.
+    // Awaits that never suspend would starve the loop, so once a millisecond an await yields.
     if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR && PyThread_get_thread_ident() == pacer->thread)
         return PyObject_CallMethodObjArgs((PyObject *)self, s_yielding, NULL);
     self->consumed = 1;

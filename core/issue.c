@@ -158,7 +158,7 @@ static uint64_t number_of(PyObject *object, PyObject *method) {
     return value;
 }
 
-// Returns true if the storage of `tensor` ends after its last element: a program may have shrunk it.
+// Returns true if the storage of `tensor` ends after the last element. A program may have shrunk the storage.
 static bool has_memory(PyObject *tensor, uint64_t start, uint64_t nbytes) {
     PyObject *storage = PyObject_CallMethodObjArgs(tensor, s_untyped_storage, NULL);
     uint64_t end = number_of(storage, s_data_ptr) + number_of(storage, s_nbytes);
@@ -167,7 +167,7 @@ static bool has_memory(PyObject *tensor, uint64_t start, uint64_t nbytes) {
 }
 
 // Fills `t` with the description of `tensor`; false unless it is a dense tensor of torch with host memory. The memory of
-// short tensors is not compared with their size: that would cost a tenth of the call.
+// short tensors is not compared with their size, which would cost a tenth of the call.
 static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
     if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
     int64_t numel = self->exchange->describe(tensor, t) == 0 ? dl_dense_numel(t) : -1;
@@ -322,8 +322,8 @@ static bool acquire(Issuer *self, Handle *h) {
     return true;
 }
 
-// Keeps the memory of an operation in flight: the program may replace the memory of its tensors by `t.data = ...` or
-// `module.half()`, and torch would reuse the old memory.
+// Keeps the memory of an operation in flight, since the program may replace the memory of its tensors by `t.data = ...`
+// or `module.half()`, and torch would reuse the old memory.
 static void keep_memory(Handle *h) {
     PyObject *const tensors[2] = {h->tensor, h->target};
     for (int i = 0; i < 2; i++) {

@@ -2,7 +2,7 @@
 
 #define BLOCK_BYTES 4096  // size of an accumulator, which stays in the first cache
 
-// Loops whose inputs and outputs are equal or disjoint: no iteration reads the output of another one.
+// Loops whose inputs and outputs are equal or disjoint, so no iteration reads the output of another one.
 #if defined(__clang__)
 #define APART _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -62,8 +62,8 @@
 #define WHOLE(T, NAME)                                                                                                \
     PLAIN(sum_##NAME, T, ADD, NEVER)                                                                                  \
     PLAIN(prod_##NAME, T, MUL, NEVER)
-// Integers wrap as in torch: they are combined as unsigned numbers of at least the width of int, since C would make
-// narrower ones signed.
+// Integers wrap as in torch. So integers are combined as unsigned numbers of at least the width of int, since C would
+// make narrower ones signed.
 #define ADD(x, y) ((__typeof__(x))(1u * (x) + (y)))
 #define MUL(x, y) ((__typeof__(x))(1u * (x) * (y)))
 #define NEVER(x, divisor) (x)

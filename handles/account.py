@@ -42,10 +42,10 @@ class _Dropped(NamedTuple):
 class Account:
     """The handles of one communicator or stream that were dropped before their outcome was retrieved.
 
-    A communicator's account is `prompt`: each handle is reported once dropped and finished. An error goes to the loop's
-    exception handler. A result becomes a `RuntimeWarning` at the line that issued the operation, which Python shows
-    once for each line. A stream's account reports errors at each `sync` of the stream. The `sync` also retrieves the
-    results of earlier operations. When the stream closes, its account becomes prompt.
+    A communicator's account is `prompt`, so each handle is reported once dropped and finished. An error goes to the
+    loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the operation, which Python
+    shows once for each line. A stream's account reports errors at each `sync` of the stream. The `sync` also retrieves
+    the results of earlier operations. When the stream closes, its account becomes prompt.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Account:
         self._dropped: deque[_Dropped] = deque()
         self._covered = -1
         self._shown: dict[Any, Any] = {}
-        """Registry of the `warnings` module: the lines whose warning was shown."""
+        """Registry of the `warnings` module, with the lines whose warning was shown."""
 
     def dropped(
         self,
@@ -79,7 +79,7 @@ class Account:
         *,
         given_up: bool = False,
     ) -> None:
-        """Record a dropped handle, for a later report: the garbage collector may call this on any thread."""
+        """Record a dropped handle for a later report, since the garbage collector may call this on any thread."""
         if isinstance(error, self.forgiven) or (given_up and isinstance(error, (CommunicatorError, PeerError))):
             return  # every later call of the communicator raises such an error
         if given_up and error is None and not self._results:
@@ -117,7 +117,7 @@ class Account:
         self._judging = True
         try:
             self._loop.call_soon_threadsafe(self.judge)
-        except RuntimeError:  # the loop is closed: report here, where no warning may be raised
+        except RuntimeError:  # the loop is closed, so report here, where no warning may be raised
             with contextlib.suppress(Warning):
                 self.judge()
 

@@ -107,7 +107,7 @@ class Deadline:
 def timeout(seconds: float | None) -> Deadline:
     """Return an async context manager that raises `OperationTimeout` if the block takes longer.
 
-    The operations inside continue: awaiting their handles again returns their results.
+    The operations inside continue. Awaiting their handles again returns their results.
 
     Args:
         seconds: limit of the block, or None for no limit.

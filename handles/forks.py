@@ -15,7 +15,8 @@ def part(loop: asyncio.AbstractEventLoop) -> bool:
 
     A forked child shares its parent's epoll. If the child used that epoll, the parent would miss events, and the
     parent's libuv could abort. The new epoll has the same files, since libuv aborts if the loop changes a file that its
-    epoll lacks. The child waits for no event of these files: an event that the child read would be lost to the parent.
+    epoll lacks. The child waits for no event of these files, since an event that the child read would be lost to the
+    parent.
     """
     fd = _epoll_of(loop)
     if fd is None:

@@ -1,4 +1,4 @@
-"""Shortens CPython's switch interval while operations run outside Python: their ends need the GIL soon."""
+"""Shortens CPython's switch interval while operations run outside Python, since their ends need the GIL soon."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from aiodist.handles.waiting import Waiting
 from aiodist.types import check_timeout
 
 T = TypeVar("T")
-_SLEEP_SECONDS = 1.0  # longest sleep of a thread that waits for a lane: the operation may be aborted meanwhile
+_SLEEP_SECONDS = 1.0  # longest sleep of a thread that waits for a lane, since the operation may be aborted
 _LOOK_SECONDS = 0.5  # time in which a waiting thread notices that its wait is pointless, see `_block_unless`
 _NOT_SHOWN = nullcontext()
 _event_lock = threading.Lock()
@@ -43,7 +43,7 @@ class Handle(_core.Handle, Generic[T]):
     """An issued operation, awaited for its result.
 
     Any number of tasks may await a handle, also after its operation is done. Cancelling an await does not stop the
-    operation: its buffers stay in use until the end, and awaiting the handle again returns the result.
+    operation. Its buffers stay in use until the end, and awaiting the handle again returns the result.
 
     A pending operation returns, raises or is withdrawn, exactly once.
 
@@ -81,7 +81,7 @@ class Handle(_core.Handle, Generic[T]):
     def _suspended(self) -> Generator[Any, None, T]:
         began = 0.0 if tracing.to is None else perf_counter()
         hurries = self._in_lane
-        if hurries:  # the operation ends outside Python: a thread with the GIL then hands the GIL over sooner
+        if hurries:  # the operation ends outside Python, and its end needs the GIL soon
             self._progress.hurry(1)
         try:
             with shown_to_asyncio(self) if self._progress.carriers else _NOT_SHOWN:
@@ -249,8 +249,8 @@ class Handle(_core.Handle, Generic[T]):
     def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
         """Block this thread until the handle is done, for at most `timeout` seconds. Return True if the handle is done.
 
-        For streams: unlike `wait`, the call raises no error of the operation, and retrieves no outcome. For an
-        operation in a lane, `looks` lets the thread poll for a moment before each sleep.
+        Unlike `wait`, the call raises no error of the operation, and retrieves no outcome. For an operation in a lane,
+        `looks` lets the thread poll for a moment before each sleep.
         """
         until = None if timeout is None else monotonic() + timeout
         with Waiting(self._offers_work, limited=until is not None):
@@ -276,7 +276,7 @@ class Handle(_core.Handle, Generic[T]):
         )
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
-        while self._in_lane:  # this thread polls the lane: no other thread may be running
+        while self._in_lane:  # this thread polls the lane, since no other thread may be running
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:
                 return not self._is_pending
@@ -297,7 +297,7 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
-        """Order `stream` after this operation and return immediately: the host does not wait.
+        """Order `stream` after this operation and return immediately, without a wait of the host.
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`, or None for the current CUDA stream. The
         stream continues after a failed operation too. Only awaiting the handle raises the error. Raises `RuntimeError`
@@ -336,7 +336,7 @@ class Handle(_core.Handle, Generic[T]):
     def cancel(self, msg: object = None) -> bool:
         """Withdraw the operation if that loses nothing, such as a receive without a message (loop's thread).
 
-        Cancelling the task that awaits a handle does not withdraw the operation: the operation continues.
+        Cancelling the task that awaits a handle does not withdraw the operation, which continues.
 
         Args:
             msg: ignored, for the signature of asyncio's futures.
@@ -419,7 +419,7 @@ class Handle(_core.Handle, Generic[T]):
         return None if self._origin is None else Origin(*self._origin)
 
     def _dropped(self) -> None:
-        """Report an outcome that no code retrieved: the finalizer of a finished handle, or of a posted one."""
+        """Report an outcome that no code retrieved, as the finalizer of a finished or posted handle."""
         error = self._value if self._status is Status.RAISED else None
         account = self._account or Account(self._progress.loop, prompt=True)
         in_place = self._writes and not isinstance(self._value, (int, float))

@@ -1,4 +1,4 @@
-"""Functions of the runtime on handles, hidden from users: further ways to wait, and facts for reports."""
+"""Functions of the runtime on handles, hidden from users, to wait in further ways and to report."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
 
 
 def is_awaited(handle: Handle[Any]) -> bool:
-    """Return True if `handle` has a waiter or a thread has waited for it, and False if `handle` is detached."""
+    """Return True if `handle` has a waiter, or a thread has waited, and False if `handle` is detached."""
     return bool(handle._waiters or handle._event) and not handle._detached
 
 

@@ -28,7 +28,7 @@ Finish = Callable[[Any, BaseException | None], None]
 """Callback for the result of a program, or for its error."""
 
 _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError, MemoryError, OSError)
-"""Errors that no program raises on purpose: each becomes a `BackendError`, which is reported to the other ranks."""
+"""Errors that no program raises on purpose. Each becomes a `BackendError`, which is reported to the other ranks."""
 
 
 def ours(error: Exception) -> AiodistError:
@@ -128,7 +128,8 @@ class _Run:
                 self._end(None, ours(raised) if isinstance(raised, _UNEXPECTED) else raised)
                 return
             self._error = None
-            # The step is kept until all transfers have ended: a transfer may hold the only reference to its tensor.
+            # The step is kept until all transfers have ended, since a transfer may hold the only reference to its
+            # tensor.
             self._step = step
             # One more than the transfers, so that a transfer that ends immediately does not resume the program inside
             # this loop.

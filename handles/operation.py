@@ -1,4 +1,4 @@
-"""`Operation`: the producer's side of a handle, and the only way to settle a handle."""
+"""Defines `Operation`, the producer's side of a handle, which alone can settle the handle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Operation(Generic[T]):
-    """The producer's side of a `Handle`: the owner of an operation keeps this object, and returns `handle` to the user.
+    """The producer's side of a `Handle`. The owner of an operation keeps this object, and returns `handle` to the user.
 
     `resolve`, `reject` or `cancel` ends the operation, once. Any thread may call these methods, one thread at a time.
 

@@ -3,7 +3,7 @@
 [Note: transport lock] One lock of the process serialises native calls. Only the progress thread holds the lock for
 long. A call on the loop's thread only tries to take the lock. If another thread has the lock, the call goes into the
 inbox. The holder empties the inbox before each poll, so operations start in the order of issue. To poll, the loop's
-thread waits for the lock for a moment, without the GIL: a loop that retried in Python would keep the GIL from the
+thread waits for the lock for a moment, without the GIL, since a loop that retried in Python would keep the GIL from the
 holder.
 
 [Note: no wake-up is lost] The progress thread sleeps without a timeout only if nothing is pending. While work is
@@ -109,7 +109,7 @@ class Poller(Protocol):
         """Make progress, end the operations of finished requests, and return True if any finished.
 
         The call makes one pass. With `until`, in seconds of `perf_counter`, the call may make more passes until a
-        request ends: a loop inside the poller is faster than repeated calls.
+        request ends, since a loop inside the poller is faster than repeated calls.
         """
 
     def __len__(self) -> int:
@@ -150,14 +150,14 @@ class LoopWork(_core.Pacer):
     - A thread that holds the transport lock writes `offloaded` and the failures of pollers, and takes calls from
       `inbox`. Any thread appends to `inbox`.
     - Each thread adds and removes its own number in `computing`.
-    - `polls` and `last_ran` are hints: a lost update only delays a check by the progress thread.
+    - `polls` and `last_ran` are hints, since a lost update only delays a check by the progress thread.
 
     `last_ran` is the time of aiodist's last callback on the loop, in seconds of `perf_counter`. True for `crowded`
-    means that ranks outnumber cores: a spinning thread then lets other threads run in between.
+    means that ranks outnumber cores. A spinning thread then lets other threads run in between.
 
     [Note: held while pending] The program may drop its handles, and a parked loop does not hold this object. The object
-    is part of a reference cycle: its collection in the middle of a transfer would free the buffers. So `held` has each
-    object with pending work. A call that makes work pending adds the object. A thread that finds nothing pending
+    is part of a reference cycle, and its collection in the middle of a transfer would free the buffers. So `held` has
+    each object with pending work. A call that makes work pending adds the object. A thread that finds nothing pending
     removes the object, perhaps after the end of the loop.
     """
 
@@ -306,7 +306,7 @@ class LoopWork(_core.Pacer):
     def thread_waits(self, count: int, *, polled: bool) -> None:
         """Add `count`, also negative, to the threads that wait for handles. These threads then get the GIL sooner.
 
-        True for `polled` means that these threads wait for polled work: the progress thread then polls, since the loop
+        True for `polled` means that these threads wait for polled work. The progress thread then polls, since the loop
         may be blocked.
         """
         self.hurry(count)

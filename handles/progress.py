@@ -1,4 +1,4 @@
-"""`Progress` drives the pending operations of an event loop: the loop polls, or the progress thread does.
+"""`Progress` drives the pending operations of an event loop, by polls of the loop or of the progress thread.
 
 A transport makes progress only while a thread calls into it. docs/design/handles.md says when an await, the loop and
 the progress thread poll. `LoopWork` (`polling.py`) has the notes on the transport lock and on wake-ups.
@@ -28,7 +28,7 @@ __all__ = ["LARGE_BYTES", "Driven", "Poller", "Progress", "transport_lock"]
 T = TypeVar("T")
 
 LARGE_BYTES = 1 << 22
-"""Least size, in bytes, of a transfer that the progress thread drives: a native poll may last milliseconds."""
+"""Least size, in bytes, of a transfer that the progress thread drives, since a native poll may last milliseconds."""
 
 _POLL_SECONDS = 300e-6  # time of polling after the last progress, before the loop parks
 _PATIENCE_SECONDS = 50e-6  # longest wait of the loop for the lock, without the GIL, which the holder may need
@@ -41,7 +41,10 @@ class Driven(Protocol):
 
     @property
     def heavy(self) -> bool:
-        """True if many bytes are in flight. The thread without Python then drives them alone, and the loop sleeps."""
+        """True if many bytes are in flight.
+
+        The thread without Python then drives these operations alone, and the loop sleeps.
+        """
 
     def sleep(self) -> bool:
         """Let the next end call `Progress.resume`, since the loop will not poll.
@@ -90,7 +93,8 @@ class Progress(LoopWork, Quiet):
         progress = cls._of_loop.get(id(loop))
         if progress is None:
             cls._of_loop[id(loop)] = progress = cls(loop)
-            # This object stays until the loop has run: a new one for each await would never notice a starved loop.
+            # This object stays until the loop has run, since a new one for each await would never notice a starved
+            # loop.
             loop.call_soon(progress._run_posted)
         return progress
 
@@ -102,7 +106,7 @@ class Progress(LoopWork, Quiet):
         return found  # type: ignore[no-any-return]
 
     def carry_out(self, handle: object, task: asyncio.Task[Any]) -> None:
-        """Note that `task` carries out the operation of `handle`: `python -m asyncio pstree` shows the waiters."""
+        """Note that `task` carries out the operation of `handle`, for the waiters in `python -m asyncio pstree`."""
         if sys.version_info >= (3, 14):
             self.carriers[handle] = task
             task.add_done_callback(lambda _: self.carriers.pop(handle))
@@ -126,7 +130,7 @@ class Progress(LoopWork, Quiet):
         `call` runs with the transport lock held, in order with the other calls. `call` must not raise (see `guarded` of
         `aiodist.backends.base`). An error goes only to the loop's exception handler.
         """
-        self.polls += 1  # a loop that issues is alive: the progress thread need not poll yet
+        self.polls += 1  # a loop that issues is alive, so the progress thread need not poll yet
         if not self.inbox and transport_lock.acquire(False):
             self._inside = True
             try:
@@ -177,7 +181,7 @@ class Progress(LoopWork, Quiet):
     def resume_polling(self) -> None:
         """Let the loop poll again, since a message came and more may follow (any thread).
 
-        While a stream computes, the loop must not poll: the progress thread continues.
+        While a stream computes, the loop must not poll, and the progress thread continues.
         """
         if self.pace is not _POLLING and not self.computing:
             self.post(self._begin_polling)
@@ -292,7 +296,7 @@ class Progress(LoopWork, Quiet):
     def resume(self) -> None:
         """Poll, since an operation has ended while the loop did not poll, and continue (loop's thread).
 
-        While a stream computes, the loop must not poll: the loop then sleeps until the next end.
+        While a stream computes, the loop must not poll, and sleeps until the next end.
         """
         if not self.try_poll(_PATIENCE_SECONDS):  # the holder of the lock may have polled before the end
             self.loop.call_soon(self.resume)

@@ -24,14 +24,14 @@ class Scheduler:
     `in_flight` is the number of granted bytes, which exceeds `limit` only by the first request of each lane.
     """
 
-    # Not an attribute of `Progress`: that object may be dropped between two awaits, and a limit must stay.
+    # Not an attribute of `Progress`, which may be dropped between two awaits, while a limit must stay.
     _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, Scheduler]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.in_flight = 0
         self._limit = _LIMIT
         self._lanes: list[Lane] = []
-        """Lanes with waiting requests: highest priority first, then the order of requests."""
+        """Lanes with waiting requests, by priority (highest first), then in the order of requests."""
         self._granting = False
 
     @classmethod

@@ -28,7 +28,7 @@ class Status(Enum):
 
 
 RETURNED: Final = Status.RETURNED
-"""`Status.RETURNED`, faster to look up: each outcome is compared with this state."""
+"""`Status.RETURNED`, as a global for speed, since each outcome is compared with this state."""
 _core.set_statuses(Status.PENDING, RETURNED)
 
 
@@ -118,7 +118,7 @@ class Fence(Protocol):
 
 
 class Waiter(Protocol):
-    """A waiter for a handle on the loop: a future, a gather, a scope."""
+    """A waiter for a handle on the loop, such as a future, a gather or a scope."""
 
     def wake(self, handle: Any, late: OperationTimeout | None, /) -> None:  # noqa: ANN401
         """Called on the loop when `handle` is done, or, with the error `late`, when its deadline has passed."""

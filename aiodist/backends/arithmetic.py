@@ -69,7 +69,7 @@ def check_op(op: str, kind: torch.dtype) -> ReduceOp:
 
 
 def writable(t: Tensor) -> AbstractContextManager[object]:
-    """Return a context manager that allows writes to `t`: an inference tensor requires inference mode."""
+    """Return a context manager that allows writes to `t`. An inference tensor requires inference mode."""
     return torch.inference_mode() if t.is_inference() else _as_it_is
 
 
@@ -94,12 +94,12 @@ def divide(t: Tensor, ranks: int) -> None:
 
 
 def wire_op(op: ReduceOp) -> ReduceOp:
-    """Return the operator of partial results. For a mean it is sum, and `from_wire` divides."""
+    """Return the operator of partial results, which is sum for a mean, since `from_wire` divides."""
     return ReduceOp.SUM if op is ReduceOp.MEAN else op
 
 
 def to_wire(t: Tensor) -> Tensor:
-    """Return `t` in the form of partial results: flat, bool as bytes, 16-bit floats in float32 to round once.
+    """Return flat `t` in the dtype of partial results, bool as bytes and 16-bit floats in float32, to round once.
 
     The result is a view of `t` if possible, else a copy.
     """

@@ -6,7 +6,7 @@ use transports. `Native`, an optional second protocol, has the collectives of a 
 A method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`) and does not
 block. The method calls `done(error)` exactly once, also under the lock, possibly before the method returns. The caller
 keeps the tensors alive until that call. A failure of the network or of another rank raises nothing. An exception of a
-method is the error of that transfer alone: callers use `guarded`.
+method is the error of that transfer alone, so callers use `guarded`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
     def run() -> None:
         try:
             value = fn()
-        except BaseException as error:  # noqa: BLE001  - it belongs to the code that waits for `future`
+        except BaseException as error:  # noqa: BLE001  - the error belongs to the code that waits for `future`
             future.set_exception(error)
         else:
             future.set_result(value)
@@ -204,7 +204,7 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Primitive:
-    """A collective on flat tensors of one rank: the unit that an implementation runs.
+    """A collective on flat tensors of one rank, the unit that an implementation runs.
 
     The tensors are flat, dense and of one dtype. All ranks know the counts. n is the number of elements of `t`.
 

@@ -127,7 +127,7 @@ class Traffic:
         transport.irecv(room, src, tag, copy_out)
 
     def decided(self, error: BaseException | None) -> None:
-        """Note that the comparison has ended: later messages of agreeing ranks have the expected sizes."""
+        """Note that the comparison has ended, with `error` or None."""
         self.agreed = partial(_end, error)
         self.rooms = None
 
@@ -137,7 +137,7 @@ class Traffic:
         return bool(self._sent or self._asked or self.native)
 
     def with_rank(self, rank: int) -> tuple[Lists, Lists]:
-        """Return the sizes of the sends to `rank` and of the receives from it, in order, by tag."""
+        """Return the sizes of the sends to `rank` and of the receives from `rank`, in order, by tag."""
         return self._sent.get(rank, {}), self._asked.get(rank, {})
 
     def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:

@@ -1,4 +1,4 @@
-"""Collectives in two levels: within each host, and between hosts.
+"""Collectives in two levels, within each host and between hosts.
 
 With n bytes per rank and h hosts of l ranks, each host sends 2n(h-1)/h bytes to other hosts. In the form *hierarchical*
 all ranks of a host send a share (reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within).

@@ -77,8 +77,8 @@ class NativeCollectives(Implementation):
 class _InOrder:
     """Calls of a library that matches the calls of the ranks by their order.
 
-    No call follows a failed call: the library would match this rank's next call with the call of another rank that
-    corresponds to the failed one.
+    No call follows a failed call, since the library would match this rank's next call with the call of another rank
+    that corresponds to the failed one.
     """
 
     _native: Native
@@ -106,7 +106,7 @@ class Kit(NamedTuple):
 class Repertoire:
     """The implementations and the selector table of a communicator, equal on all ranks.
 
-    A repertoire is immutable: an edit makes another one. So an operation issued before an edit uses the old table on
+    A repertoire is immutable, so an edit makes another one. So an operation issued before an edit uses the old table on
     every rank, whenever that rank starts the operation.
     """
 

@@ -70,7 +70,7 @@ class Mailbox:
         self.kept = 0
         """Number of pending sends that end only after a match. Synchronous sends are not counted."""
         self.kept_sent: Counter[int] = Counter()
-        """Number of such sends that have ended, by destination. The destination counts them in `kept_matched`."""
+        """Number of such sends that have ended, by destination, which counts these sends in `kept_matched`."""
         self.kept_matched: Counter[int] = Counter()
 
     @property
@@ -197,7 +197,7 @@ class Mailbox:
         """Keep a receive for frames posted while a frame is expected."""
         if self._looping or self._transport.size == 1:
             return
-        self._looping = True  # `irecv` may call `_heard` before it returns: this loop then posts the next receive
+        self._looping = True  # `irecv` may call `_heard` before the return; this loop then posts the next receive
         try:
             while (self._matching.expects or self._unanswered) and not self._listening:
                 self._listening = True
@@ -250,7 +250,7 @@ class Mailbox:
             return
         try:
             self.listen()
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
+        except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the receive
             if self._matching.waits(wanted):
                 self._matching.cancel(wanted)
                 wanted.fail(ours(error))

@@ -1,7 +1,7 @@
 """Collectives on the user's tensors, which exchange sizes and build results.
 
-Every function is a program on a list of tensors or on one tensor. The caller has checked the arguments: tensors are
-dense and contiguous, roots valid. `out` is the output of the only tensor, or None.
+Every function is a program on a list of tensors or on one tensor. The caller has checked that tensors are dense and
+contiguous, and roots valid. `out` is the output of the only tensor, or None.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ async def alltoall(
     if p.impl == "bruck":
         return await _equal_alltoall(p, lists, out)
     others = [rank for rank in range(ep.size) if rank != ep.rank]
-    if out is not None:  # in place: the tensor from a rank must not overwrite the one to that rank
+    if out is not None:  # in place, the tensor from a rank must not overwrite the tensor to that rank
         lists = [
             [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)] for ts in lists
         ]

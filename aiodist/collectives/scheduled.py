@@ -171,7 +171,8 @@ def _steps(ep: Endpoint, work: _Work, steps: Iterator[Step]) -> Iterator[Sequenc
                 after.append((t, arrived, True))
             else:
                 receives.append(ep.recv(t, move.peer))
-        # Receives first, so that messages match at arrival. An empty step is yielded too: joined schedules count steps.
+        # Receives first, so that messages match at arrival. An empty step is yielded too, since joined schedules count
+        # steps.
         yield receives + sends
         for into, t, combining in after:
             if combining:

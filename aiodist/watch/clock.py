@@ -1,7 +1,7 @@
 """Measures the offsets of all ranks' clocks from the first rank's, by round trips on the control channel.
 
 The shortest of several round trips is the best measurement (Cristian 1989, doi:10.1007/BF01784024). The other rank read
-its clock during that round trip. So the middle of the round trip is wrong by at most half of it.
+its clock during that round trip. So the middle of the round trip is wrong by at most half of its length.
 """
 
 from __future__ import annotations

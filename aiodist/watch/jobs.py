@@ -50,7 +50,7 @@ def look(job: int | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         _is_alive(job_socket(job))
         others = ", ".join(map(str, running())) or "none"
-        raise ConfigError(f"job {job} does not answer here: {error}; those that do: {others}") from error
+        raise ConfigError(f"job {job} does not answer here: {error}; jobs that answer: {others}") from error
     return answer
 
 

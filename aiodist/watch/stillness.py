@@ -1,4 +1,4 @@
-"""Checks if a rank is stalled, so that only the end of an operation can let it run the program's code.
+"""Checks if a rank is stalled: only the end of an operation can then make its process run the program's code.
 
 The check covers the loop, devices and streams, the control channel, the process's signal handlers and all threads. A
 thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`). Every other thread of the program

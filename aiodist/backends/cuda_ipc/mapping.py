@@ -6,8 +6,8 @@ a mapping never shows other data. For this reason only one process opens a descr
 storage lives, its description costs an event, an entry in a file, and a wrapper of the memory. The allocator ignores
 `record_stream` for a storage with a description.
 
-A process maps the memory on its own device, also if the memory is on another GPU: kernels read and write the memory
-across the link between the GPUs. torch's event is not used: ranks synchronise on the host, since the event of a killed
+A process maps the memory on its own device, also if the memory is on another GPU. Kernels then access the memory across
+the link between the GPUs. torch's event is not used, and ranks synchronise on the host, since the event of a killed
 process would never be recorded.
 """
 
@@ -122,7 +122,7 @@ class Own(Mapped):
         return flat(_lent(self._storage.cdata), self._device)
 
     def close(self) -> None:
-        """Do nothing: there is only a weak reference."""
+        """Do nothing, since there is only a weak reference."""
 
 
 def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -5,8 +5,8 @@ announcement has a description until the other rank has acknowledged the descrip
 number. A description may take up to a tenth of a second in the driver (an H100 in a virtual machine), so a rank makes
 descriptions only for ranks that use the storage. The rank identifies a storage by a weak reference to torch's object,
 not by the address, which another storage may have later. When a storage dies or is resized, the next announcement to
-each mapping rank also has the dead number. That rank then closes the mapping. Until then torch keeps the memory: see
-[Note: kept memory].
+each mapping rank also has the dead number. That rank then closes the mapping. Until then torch keeps the memory (see
+[Note: kept memory]).
 
 [Note: loans] An operation has one *loan*, which announces a tensor to the other ranks and receives their announcements.
 A loan ends when these ranks have finished with the tensor. So each of these ranks knows the number by then. A rank
@@ -124,8 +124,8 @@ class _Borrowed:
 class Mappings:
     """Lent and borrowed storages of one rank, shared by all communicators of the world.
 
-    Ranks are world ranks. Close this object before the connection to the ranks: torch warns if a process ends while
-    others map its memory.
+    Ranks are world ranks. Close this object before the connection to the ranks, since torch warns if a process ends
+    while others map its memory.
     """
 
     def __init__(self, mapper: Mapper | None = None) -> None:
@@ -319,15 +319,15 @@ class Loan:
     def release(self) -> None:
         """Close the mappings of storages that were declared dead, which waits for the device.
 
-        Call this when no work is queued, and after the mapping of new storages: an allocation stays mapped as long as
-        one of its storages is.
+        Call this when no work is queued, and after the mapping of new storages. An allocation stays mapped as long as
+        one of its storages is mapped.
         """
         for rank, announced in self._announced.items():
             if announced.dead:
                 self._mappings.release(rank, announced.dead)
 
     def end(self) -> None:
-        """End the loan on all ranks: no rank uses the lent storage, no queued work uses the borrowed ones."""
+        """End the loan. No rank uses the lent storage any more, and no queued work uses the borrowed storages."""
         for rank in self._borrowed:
             self._mappings.return_to(rank, self._announced[rank].number)
         if self._lent is not None:

@@ -121,7 +121,7 @@ class Wire:
         with transport_lock:
             try:
                 fn()
-            except Exception as error:  # noqa: BLE001  - it must not end the thread
+            except Exception as error:  # noqa: BLE001  - an error must not end the thread
                 self.progress.report("the callback of a frame failed", error)
             self.progress.make_calls()
             self.progress.ensure_polled()

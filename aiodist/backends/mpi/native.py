@@ -169,7 +169,7 @@ def _divided(t: Tensor, ranks: int, done: Done) -> Done:
         if error is None:
             try:
                 divide(t, ranks)
-            except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the operation
                 error = ours(raised)
         done(error)
 

@@ -113,8 +113,8 @@ class NcclGroup:
     def open(self, exchange: Exchange) -> None:
         """Connect the ranks. Every rank calls this once. Native calls wait for the connection.
 
-        `exchange` sends NCCL's id from rank 0 to the others. It is called once, or not at all if the group has one
-        rank.
+        `exchange` sends NCCL's id from rank 0 to the others. `exchange` is called once, or not at all if the group has
+        one rank.
         """
         if self.opened or self._error is not None:
             return
@@ -214,7 +214,7 @@ class NcclGroup:
                     call.launch(self.comm, self._stream_number)
             if (state := self.library.state(self.comm)) == IN_PROGRESS:
                 state = self._spin()
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
+        except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the call
             # The other ranks may have made this call: later calls would not match.
             self._fail(self.library.error(raised, call.what, self.comm))
         else:
@@ -244,7 +244,7 @@ class NcclGroup:
         if call.stream is not None or call.after is not None:
             try:
                 self._end_on_stream(call)
-            except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
+            except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the call
                 error = self.library.error(raised, call.what, self.comm)
         call.done(error)
         return True
@@ -310,8 +310,8 @@ class NcclGroup:
     def abort(self, error: BaseException) -> None:
         """Abort the communicator: waiting and later calls fail with `error`, running kernels end soon.
 
-        The buffers of enqueued calls are in use until the stream has passed them: NCCL ends the kernels in its own
-        thread, without a wait for other ranks.
+        The buffers of enqueued calls are in use until the stream has passed these calls, since NCCL ends the kernels in
+        its own thread, without a wait for other ranks.
         """
         if self._error is None:
             self._fail(error)

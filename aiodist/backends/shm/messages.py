@@ -92,7 +92,7 @@ class Messages:
         self._pending += 1
         try:
             self._send(send, to)
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+        except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the operation
             self.finish(send, ours(error))
 
     def send_now(self, data: bytearray, comm: int, to: int, tag: int) -> bool:
@@ -122,7 +122,7 @@ class Messages:
         self._pending += 1
         try:
             self._receive(receive)
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+        except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the operation
             self.finish(receive, ours(error))
 
     def _receive(self, receive: ShmReceive) -> None:
@@ -265,7 +265,7 @@ class Messages:
             nbytes = min(self.budget, copy.nbytes - copy.moved)
             try:
                 move_bytes(copy.into.data_ptr() + copy.moved, copy.source.data_ptr() + copy.moved, nbytes)
-            except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the operation
                 self._copies.popleft()
                 self.finish(copy.operation, ours(error))
                 continue

@@ -140,7 +140,7 @@ class ShmPeer:
         except MemoryError as error:
             self._messages.finish(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
             return True
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
+        except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the send
             self._messages.finish(send, ours(error))
             return True
         self._number = send.number = number
@@ -257,7 +257,7 @@ class ShmPeer:
         if size and error is None:
             try:
                 self.rings.copy(receive.into.data_ptr())
-            except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
+            except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the receive
                 return receive, ours(raised)
         return receive, error
 
@@ -319,7 +319,7 @@ class ShmPeer:
             else:
                 self._fetched[number] = receive
                 messages.copy(receive, receive.into, source, nbytes, partial(self._copied, self._fetched, number))
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
+        except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the receive
             self._say(_REFUSED, number)
             messages.finish(receive, ours(raised))
 
@@ -368,7 +368,7 @@ class ShmPeer:
             return
         try:
             target = self.neighbour.memory(place, nbytes)
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
+        except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the send
             self._withdraw(send, ours(error))
         else:
             self._messages.copy(send, target, send.t, nbytes, partial(self._copied, self._offered, send.number))

@@ -25,7 +25,7 @@ class Selector:
 
     `print` shows the table, and `show` a part, in the format of the file of `AIODIST_SELECTOR` or `init(selector=)`. An
     edit is valid from the next operation on, for this communicator and its splits. Earlier operations keep their
-    implementation. An edit is a collective: every rank makes the same edits in program order, relative to the
+    implementation. An edit is a collective. Every rank makes the same edits in program order, relative to the
     operations of the splits too. Otherwise the handle of the edit and every later operation raise `MismatchError` with
     both sides. The handle need not be awaited. Cost: p-1 messages of 192 bytes.
     """
@@ -55,7 +55,7 @@ class Selector:
         return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self._large_bytes()})
 
     def show(self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None) -> str:
-        """Return the table as text: of one operation, for "cpu" or "cuda", for ranks on "one" or "several" hosts.
+        """Return the table as text, limited to the rows of `operation`, `device` and `hosts` unless None.
 
         A comment names the substitute if an implementation is missing here. Without arguments the limits follow.
         Raises ValueError, with the known names, for an unknown one.

@@ -1,7 +1,7 @@
 """Table files of the user, and files that `aiodist tune` measured for these hosts and versions.
 
 A line is an edit (see `choice.table`) or a condition such as `made-for torch 2.13.0`. A `#` begins a comment. A file is
-used as a whole or not at all: an invalid line, two lines about the same size, or a condition that is not met raises a
+used as a whole or not at all. An invalid line, two lines about the same size, or a condition that is not met raises a
 `ConfigError` with the file, the line and the cause.
 """
 

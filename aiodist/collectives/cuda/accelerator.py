@@ -40,7 +40,7 @@ _CHECK_SECONDS = 0.05  # between two checks of NCCL for asynchronous errors
 def visible_devices(environment: Environment) -> list[str]:
     """Return the visible CUDA devices, by names that are the same in all processes of a host.
 
-    The devices are counted but not opened: an open device takes memory.
+    The devices are counted but not opened, since an open device takes memory.
     """
     count = torch.cuda.device_count()
     named = environment.visible_devices

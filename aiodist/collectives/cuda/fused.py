@@ -5,8 +5,8 @@ traffic. The NVRTC of torch compiles the kernel for each dtype, operator and num
 tenth of a second. The kernel adds in torch's order, with the same rounding: 16-bit floats in float32, rounded once. A
 mean is multiplied by the reciprocal. Minima propagate NaN.
 
-CUDA's driver is called with the GIL held: a launch takes a few microseconds, but a spinning thread would take the GIL
-for much longer.
+CUDA's driver is called with the GIL held, since a launch takes a few microseconds, and a spinning thread would take the
+GIL for much longer.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ _AS_IT_IS = nullcontext()
 
 
 class OnHost(list[Transfer]):
-    """Transfers that queue no work on a device. To enter a stream for them would cost as much as the transfers."""
+    """Transfers that queue no work on a device. To enter a stream would cost as much as these transfers."""
 
 
 class StaysOnHost(OnHost):
     """Transfers as in `OnHost`.
 
-    After they succeed, the program's next step also runs without the operation's stream, so the step enters a stream
-    itself for work.
+    After the transfers succeed, the program's next step also runs without the operation's stream, so the step enters a
+    stream itself for work.
     """
 
 
@@ -107,8 +107,8 @@ class DeviceWork:
     def lend(self, result: object) -> None:
         """Protect the memory of a result, made on this stream, from reuse while the caller's stream reads it.
 
-        The protection begins at a successful end. Memory of the caller's tensors is never protected: on a lost device,
-        torch ends the process if protected memory is freed.
+        The protection begins at a successful end. Memory of the caller's tensors is never protected, since on a lost
+        device torch ends the process if protected memory is freed.
         """
         self._lent = result
 

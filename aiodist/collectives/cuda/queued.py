@@ -92,7 +92,7 @@ class ByNccl(Queued):
         group, t = self._kind.group, self._t
         try:
             self._numbers = as_numbers(t)
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+        except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the operation
             self._slot.release()
             self._launched(ours(raised))
         else:
