@@ -100,7 +100,7 @@ def _refused(case: Case, first: str) -> str:
         found = nccl.load().version()
     except BackendUnavailable as error:
         return f"nccl is {state_of(str(error))}: {error}"
-    why = nccl.refuses([(socket.gethostname(), first)] * case.ranks, found, shared=True)
+    why = nccl.unconnectable([(socket.gethostname(), first)] * case.ranks, found, shared=True)
     return f"nccl is not possible here: {why}" if why else ""
 
 

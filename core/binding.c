@@ -584,10 +584,10 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
     return (PyObject *)o;
 }
 
-static PyObject *lane_refuse(Lane *self, PyObject *key) {
+static PyObject *lane_stop(Lane *self, PyObject *key) {
     unsigned long long given = PyLong_AsUnsignedLongLong(key);
     if (PyErr_Occurred() || !still_open(self)) return NULL;
-    core_lane_refuse(self->lane, given);
+    core_lane_stop(self->lane, given);
     core_lane_advance(self->lane, SLICE);
     if (core_lane_busy(self->lane)) core_engine_notice(self->engine->engine, self->lane, false);
     Py_RETURN_NONE;
@@ -607,8 +607,8 @@ static PyMethodDef lane_methods[] = {
     {"submit", (PyCFunction)lane_submit, METH_VARARGS,
      "submit(kind, dtype, reduction, root, print, key, in, out, count, sent, received, segment, offset, done, keep): "
      "return the operation. `Completions.poll` calls `done(error)`; `keep` is kept alive until then."},
-    {"refuse", (PyCFunction)lane_refuse, METH_O,
-     "refuse(key): take no part in further operations whose keys equal `key` above the low KEY_BITS."},
+    {"stop", (PyCFunction)lane_stop, METH_O,
+     "stop(key): take no part in further operations whose keys equal `key` above the low KEY_BITS."},
     {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, "Abandon the lane: operations in flight end with an error."},
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Let no thread drive the lane any more, and release its memory."},
     {0},
@@ -748,7 +748,7 @@ static int fill(PyObject *module) {
                    PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS) ||
                    PyModule_AddIntConstant(module, "DIFFERENT", CORE_DIFFERENT) ||
                    PyModule_AddIntConstant(module, "ABANDONED", CORE_ABANDONED) ||
-                   PyModule_AddIntConstant(module, "REFUSED", CORE_REFUSED) ||
+                   PyModule_AddIntConstant(module, "STOPPED", CORE_STOPPED) ||
                    PyModule_AddIntConstant(module, "UNLIKE", CORE_UNLIKE)
                ? -1 : 0;
 }

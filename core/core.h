@@ -28,7 +28,7 @@ enum core_state {
     CORE_DIFFERENT,  // the fingerprints of the ranks differ; no output was written
     CORE_ABANDONED,  // this rank or another one has abandoned the lane; the content of the outputs is unspecified
     CORE_BROKEN,     // another rank's block is invalid: its memory was overwritten
-    CORE_REFUSED,    // this rank or another one takes no part, see core_lane_refuse; no output was written
+    CORE_STOPPED,    // this rank or another one takes no part, see core_lane_stop; no output was written
     CORE_UNLIKE,     // the fingerprints agree, but the kind or `like` differs between ranks; no output was written
     CORE_WATCHED,    // like CORE_PENDING; a thread sleeps until the end (core_op_wait)
 };
@@ -166,10 +166,10 @@ bool core_op_valid(const core_op *, unsigned ranks);
 void core_lane_submit(core_lane *, core_op *);
 
 // For a led lane. This rank takes no further part in operations whose keys equal `key` above the low CORE_KEY_BITS.
-// Operations that this rank has posted continue. Others, also later ones, end with CORE_REFUSED on all ranks. All ranks
+// Operations that this rank has posted continue. Others, also later ones, end with CORE_STOPPED on all ranks. All ranks
 // must call this, since operations that the first rank does not post would wait on the others. The caller drives the
 // lane once afterwards. The newest 64 keys are remembered.
-void core_lane_refuse(core_lane *, uint64_t key);
+void core_lane_stop(core_lane *, uint64_t key);
 
 // Advances operations until none can advance, or until `nanoseconds` have passed; true if one advanced. Does nothing if
 // another thread holds the lane; that thread then accepts the submitted operations.

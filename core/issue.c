@@ -1,4 +1,4 @@
-// Issuing: the fast path of a collective in a lane, from the call to the submission.
+// Issuing: a collective in a lane, from the call to the submission.
 #include "binding.h"
 
 #include <string.h>
@@ -374,7 +374,7 @@ static PyObject *written_by(const Handle *h) {
     return h->plan == NULL ? NULL : written((const Plan *)h->plan, h->tensor, h->target, h->out);
 }
 
-// Returns true if autograd would have to record a write into `tensor`, which the general path refuses.
+// Returns true if autograd would have to record a write into `tensor`, for which the general path raises.
 static bool is_recorded(const Issuer *self, PyObject *tensor) {
     if (tensor == NULL || !has(tensor, s_requires_grad, Py_True)) return false;
     PyObject *enabled = PyObject_CallNoArgs(self->grad_enabled);
@@ -503,7 +503,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     return (PyObject *)h;
 }
 
-// allreduce(t, op, impl): returns the handle, or None if the fast path does not apply.
+// allreduce(t, op, impl): returns the handle, or None if Python must issue the call.
 static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
     PyObject *const tensors[4] = {args[0], args[0], args[0], Py_None};
@@ -514,7 +514,7 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t)}, from == ON_LOOP);
 }
 
-// issue(plan, t, target, result, out): returns the handle, or None if the fast path does not apply.
+// issue(plan, t, target, result, out): returns the handle, or None if Python must issue the call.
 static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
     call what = {(Plan *)args[0], args + 1, 0, 0};
@@ -691,22 +691,22 @@ static void issuer_dealloc(Issuer *self) {
 
 static PyMethodDef issuer_methods[] = {
     {"allreduce", (PyCFunction)(void *)issuer_allreduce, METH_FASTCALL,
-     "allreduce(t, op, impl): return the handle of an allreduce; None if the fast path does not apply."},
+     "allreduce(t, op, impl): return the handle of an allreduce; None if Python must issue the call."},
     {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
      "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
-     "`result`, for a caller who gave `out`; None if the fast path does not apply."},
+     "`result`, for a caller who gave `out`; None if Python must issue the call."},
     {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for tensors like `t`."},
     {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove all plans of `allreduce`."},
     {0},
 };
 static PyMemberDef issuer_members[] = {
-    OFFERS("open", T_BOOL, Issuer, open, 0, "True if calls are not refused."),
+    OFFERS("open", T_BOOL, Issuer, open, 0, "True while the communicator takes calls."),
     OFFERS("observer", T_OBJECT, Issuer, observer, 0, "Called with each handle; returns a callback for the end."),
     OFFERS("threads", T_BOOL, Issuer, threads, 0, "True if other threads may call too, one at a time."),
     {0},
 };
 static PyType_Slot issuer_slots[] = {
-    {Py_tp_doc, "Issues the collectives of a lane by the fast path."},
+    {Py_tp_doc, "Issues the collectives of a lane."},
     {Py_tp_new, issuer_new}, {Py_tp_dealloc, issuer_dealloc}, {Py_tp_traverse, issuer_traverse}, {Py_tp_clear, issuer_clear},
     {Py_tp_methods, issuer_methods}, {Py_tp_members, issuer_members}, {0},
 };

@@ -1,6 +1,6 @@
 // A lane on one rank: its operations in order, its loans to other ranks, and its waits for other ranks.
 //
-//     submitted -> waiting -> posted -> met -> [steps ->] done, different, unlike, refused, abandoned, broken
+//     submitted -> waiting -> posted -> met -> [steps ->] done, different, unlike, stopped, abandoned, broken
 //
 //     submitted  in the inbox of this rank's lane, until a thread drives the lane
 //     waiting    this rank has no room for its data, or the first rank of a led lane has not posted it
@@ -254,13 +254,13 @@ static bool post(core_lane *lane, core_op *op) {
     return true;
 }
 
-static bool refuses(const core_lane *lane, uint64_t key) {
-    for (uint64_t i = 0; i < lane->refusals && i < REFUSED_KEYS; i++)
-        if (lane->refused[i] == key >> CORE_KEY_BITS) return true;
+static bool is_stopped(const core_lane *lane, uint64_t key) {
+    for (uint64_t i = 0; i < lane->stops && i < STOPPED_KEYS; i++)
+        if (lane->stopped[i] == key >> CORE_KEY_BITS) return true;
     return false;
 }
 
-// Queues a placeholder for a refused operation as the next entry; false if too many placeholders are posted.
+// Queues a placeholder for a stopped operation as the next entry; false if too many placeholders are posted.
 static bool stand_in(core_lane *lane) {
     core_op *op = lane->idle;
     if (op == NULL) return false;
@@ -277,11 +277,11 @@ static bool stand_in(core_lane *lane) {
 static core_op **next_waiting(core_lane *lane) {
     core_op **at = &lane->waiting;
     if (!lane->led || lane->rank == 0) return *at == NULL ? NULL : at;
-    if (*at == NULL && lane->refusals == 0) return NULL;
+    if (*at == NULL && lane->stops == 0) return NULL;
     const struct entry *entry = &lane->peers[0].block->entries[lane->next_number % ENTRIES];
     if (atomic_load_explicit(&entry->number, memory_order_acquire) != lane->next_number + 1) return NULL;
     if (*at != NULL && (*at)->absent) return at;
-    if (refuses(lane, entry->key)) return stand_in(lane) ? at : NULL;
+    if (is_stopped(lane, entry->key)) return stand_in(lane) ? at : NULL;
     while (*at != NULL && (*at)->key != entry->key) at = &(*at)->next;
     return *at == NULL ? NULL : at;
 }
@@ -306,14 +306,14 @@ static bool alike(const struct entry *entry, const core_op *op) {
 }
 
 // Checks if the other ranks have posted the same operation. ENDED: all have; FAILED: a fingerprint differs; UNLIKE: the
-// same fingerprint, but not alike; REFUSED: a rank takes no part. All ranks see all entries, and find the same outcome,
+// same fingerprint, but not alike; STOPPED: a rank takes no part. All ranks see all entries, and find the same outcome,
 // except for FAILED.
 static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
     enum outcome met = ENDED;
     unsigned other = lane->ranks;
     op->met = op->print;
     *who = lane->rank;
-    if (op->absent) return REFUSED;
+    if (op->absent) return STOPPED;
     for (unsigned q = 0; q < lane->ranks; q++) {
         if (q == lane->rank) continue;
         struct entry *entry = &lane->peers[q].block->entries[op->number % ENTRIES];
@@ -322,7 +322,7 @@ static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
             met = WAITS;
         } else if (entry->form == ABSENT) {
             *who = q;
-            return REFUSED;
+            return STOPPED;
         } else if (!core_prints_merge(&op->met, entry->print)) {
             *who = q;
             return FAILED;
@@ -397,16 +397,16 @@ static void end_waiting(core_lane *lane) {
     }
 }
 
-// Ends the operations that this rank refuses and has not posted.
+// Ends the operations that this rank has stopped and has not posted.
 static void withdraw(core_lane *lane) {
     for (core_op **at = &lane->waiting, *op; (op = *at) != NULL;) {
-        if (op->absent || !refuses(lane, op->key)) {
+        if (op->absent || !is_stopped(lane, op->key)) {
             at = &op->next;
             continue;
         }
         *at = op->next;
         if (lane->waiting_last == &op->next) lane->waiting_last = at;
-        end(lane, op, CORE_REFUSED, lane->rank);
+        end(lane, op, CORE_STOPPED, lane->rank);
     }
 }
 
@@ -454,12 +454,12 @@ static void take_in(core_lane *lane) {
     }
     *lane->waiting_last = oldest;
     lane->waiting_last = last;
-    if (lane->refusals > 0) withdraw(lane);
+    if (lane->stops > 0) withdraw(lane);
 }
 
-void core_lane_refuse(core_lane *lane, uint64_t key) {
+void core_lane_stop(core_lane *lane, uint64_t key) {
     while (!core_lane_hold(lane)) core_relax();  // at most for the duration of a step
-    if (!refuses(lane, key)) lane->refused[lane->refusals++ % REFUSED_KEYS] = key >> CORE_KEY_BITS;
+    if (!is_stopped(lane, key)) lane->stopped[lane->stops++ % STOPPED_KEYS] = key >> CORE_KEY_BITS;
     take_in(lane);
     withdraw(lane);
     core_lane_release(lane);
@@ -475,10 +475,10 @@ static enum outcome step(core_lane *lane) {
         if (lane->led && lane->rank != 0) who = 0;
     } else if (op->way == UNMET) {
         outcome = meet(lane, op, &who);
-        if (outcome == FAILED || outcome == REFUSED || outcome == UNLIKE) {
+        if (outcome == FAILED || outcome == STOPPED || outcome == UNLIKE) {
             settle(lane, op, 1);
             lane_consume(lane, op->base + 1);
-            end_first(lane, outcome == FAILED ? CORE_DIFFERENT : outcome == UNLIKE ? CORE_UNLIKE : CORE_REFUSED, who);
+            end_first(lane, outcome == FAILED ? CORE_DIFFERENT : outcome == UNLIKE ? CORE_UNLIKE : CORE_STOPPED, who);
             return MOVED;
         }
         if (outcome == ENDED) STOP(MET);

@@ -24,7 +24,7 @@ enum {
     MOST_ROUNDS = 1 << 30,    // largest valid number of rounds from another rank
     UNTIMED = 2,             // moves before the clock is read; short operations need no more
     STREAMED = 16,            // stores past the caches before the next test of the distance
-    REFUSED_KEYS = 64,        // remembered keys
+    STOPPED_KEYS = 64,        // remembered keys
     STAND_INS = 4,            // placeholders that may be posted and not met
 };
 
@@ -78,9 +78,9 @@ struct core_lane {
     unsigned portioned;      // posted operations that lend one portion after another
     uint64_t ends[ENTRIES];  // by entry: the portion after the last one of its present or last operation
 
-    uint64_t refused[REFUSED_KEYS];  // refused keys, without their low bits
-    uint64_t refusals;               // number of refusals; the newest are kept
-    core_op stand_ins[STAND_INS], *idle;  // placeholders for refused operations that the first rank posts
+    uint64_t stopped[STOPPED_KEYS];  // stopped keys, without their low bits
+    uint64_t stops;                  // number of stops; the newest are kept
+    core_op stand_ins[STAND_INS], *idle;  // placeholders for stopped operations that the first rank posts
 
     uint64_t consumed;       // this rank's word `consumed`
     unsigned slowest;        // the rank with the least `consumed` when there was no room
@@ -104,7 +104,7 @@ struct core_lane {
 };
 
 enum found { FOUND, UNMAPPED, OUTSIDE };
-enum outcome { WAITS, MOVED, ENDED, FAILED, REFUSED, UNLIKE };
+enum outcome { WAITS, MOVED, ENDED, FAILED, STOPPED, UNLIKE };
 
 enum way { UNMET, DIRECT, HALVES, IN_PLACE };  // see ways.c
 

@@ -67,7 +67,7 @@ def key_of(number: int) -> int:
     return number << KEY_BITS
 
 
-class Refused(Exception):
+class Stopped(Exception):
     """A rank takes no part in an operation that has failed there. That rank reports the cause to the other ranks."""
 
 
@@ -282,7 +282,7 @@ class Native(Protocol):
     in_order: bool
     """True if operations match by the order of the calls alone, not by their keys."""
     recallable: bool
-    """True if an operation that a rank refuses ends on all ranks with `Refused`.
+    """True if an operation that a rank stops ends on all ranks with `Stopped`.
 
     False if the ranks that have begun hang.
     """

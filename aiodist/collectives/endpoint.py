@@ -78,7 +78,7 @@ class Traffic:
     """Reused buffers for receives that may match a longer message, or None if no receive may."""
     agreed: Callable[[Done], None] = _AGREED
     """Calls back when all ranks have issued this operation, or with an error."""
-    refusal: BaseException | None = None
+    stopped_by: BaseException | None = None
     """Error that later sends and receives raise, or None."""
     native: int = 0
     """Number of running native parts, in a library or in shared memory. Native parts cannot be stopped."""
@@ -233,8 +233,8 @@ class Endpoint:
         if self.device_messages is not None and not t.is_cpu:
             return partial(self.device_messages.send, self.transport, t, dst, self.tag)
         if self.traffic is not None:
-            if self.traffic.refusal is not None:
-                raise self.traffic.refusal.with_traceback(None)
+            if self.traffic.stopped_by is not None:
+                raise self.traffic.stopped_by.with_traceback(None)
             return partial(self.traffic.send, self.transport, t, dst, self.tag)
         return partial(self.transport.isend, t, dst, self.tag)
 
@@ -244,8 +244,8 @@ class Endpoint:
         if self.device_messages is not None and not t.is_cpu:
             return partial(self.device_messages.recv, self.transport, t, src, self.tag)
         if self.traffic is not None:
-            if self.traffic.refusal is not None:
-                raise self.traffic.refusal.with_traceback(None)
+            if self.traffic.stopped_by is not None:
+                raise self.traffic.stopped_by.with_traceback(None)
             return partial(self.traffic.recv, self.transport, t, src, self.tag)
         return partial(self.transport.irecv, t, src, self.tag)
 

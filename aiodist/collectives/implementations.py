@@ -225,7 +225,7 @@ class Repertoire:
 
     # --- editing --------------------------------------------------------------------------------------------
 
-    def refusal(self, edit: Edit) -> str | None:
+    def unavailable(self, edit: Edit) -> str | None:
         """Return the reason why the implementation of `edit` is not available, or None.
 
         Rows for another number of hosts are for splits of this communicator, which check these rows.

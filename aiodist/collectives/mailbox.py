@@ -328,14 +328,14 @@ class Mailbox:
 
     async def _bring(self, message: MailboxMessage, wanted: MailboxReceive) -> Arrived:
         """Move the bytes of a message to its receive. Return what arrived, or raise the error of the receive."""
-        refusal = wanted.refusal(message)
-        into = wanted.into if refusal is None else None
+        misfit = wanted.misfit(message)
+        into = wanted.into if misfit is None else None
         data: Tensor | Unpacked
         work = None
         try:
             if message.unpacked is not None:
                 data = message.unpacked
-            elif refusal is None and (work := wanted.work_for(message)) is not None:
+            elif misfit is None and (work := wanted.work_for(message)) is not None:
                 data = await resume(on_devices(self._to_device(message, into, work.stream.device), [work], [into]))
             else:
                 meta = message.meta
@@ -345,8 +345,8 @@ class Mailbox:
             self.taking.pop(wanted, None)
             if work is None and wanted.work is not None:
                 wanted.work.cancel()
-        if refusal is not None:
-            raise refusal
+        if misfit is not None:
+            raise misfit
         return Arrived(data, message.src, message.tag, message.nbytes, message.kind)
 
     async def _to_host(self, message: MailboxMessage, into: Tensor) -> None:

@@ -115,7 +115,7 @@ class MailboxReceive(PostedReceive):
             return self.work
         return None
 
-    def refusal(self, message: MailboxMessage) -> BaseException | None:
+    def misfit(self, message: MailboxMessage) -> BaseException | None:
         """Return the error of a `message` that does not fit, else None. Such a message is received and discarded."""
         into, meta = self.into, message.meta
         if into is None:

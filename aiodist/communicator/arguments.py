@@ -30,7 +30,7 @@ class Terms(NamedTuple):
 def check_tensor(t: object, name: str = "t") -> Tensor:
     """Return `t`, or raise TypeError or ValueError for any but a dense, contiguous tensor of known dtype and device.
 
-    A wrapper of other tensors, such as a DTensor, has no own memory and is refused.
+    A wrapper of other tensors, such as a DTensor, has no own memory, so the call raises.
     """
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")

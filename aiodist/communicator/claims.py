@@ -44,7 +44,7 @@ def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
 def acquire(claims: Sequence[Claim], owner: object) -> None:
     """Claim all for `owner`, or none.
 
-    Raises RuntimeError for a tensor that `check_writable` refuses, BufferInFlight for bytes in flight.
+    Raises RuntimeError if a tensor is not writable (`check_writable`), BufferInFlight for bytes in flight.
     """
     written = [claim.written for claim in claims if claim.written is not None]
     for t in written:

@@ -16,7 +16,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from aiodist.backends.base import Refused, Transport, again, key_of
+from aiodist.backends.base import Stopped, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.conversation import (
@@ -116,7 +116,7 @@ class Failures:
     def ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
         """Return True if `error` ends the operation now, or False if a conversation finds the cause."""
         number = operation.number
-        if operation.stopped or isinstance(error, (Differ, Refused)):
+        if operation.stopped or isinstance(error, (Differ, Stopped)):
             return False
         if isinstance(error, _FINAL) or len(self._ranks) == 1 or (number < 0 and not isinstance(error, BackendError)):
             return True
@@ -181,14 +181,14 @@ class Failures:
             begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
             operation.stopped = True
             operation.decide(Differ(number))
-        self._refuse(number, traffic)
+        self._stop_steps(number, traffic)
         statement = Statement(*self.issued.description(number), True, cause, error, begun, bound)
         self._do(self._conversations.state, number, statement)
 
-    def _refuse(self, number: int, traffic: Traffic) -> None:
-        traffic.refusal = Differ(number)
+    def _stop_steps(self, number: int, traffic: Traffic) -> None:
+        traffic.stopped_by = Differ(number)
         if self.within is not None:
-            self.within.refuse(key_of(number))
+            self.within.stop(key_of(number))
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
         """Handle a statement of another rank (listener thread)."""
@@ -280,8 +280,8 @@ class Failures:
     def _drain(self, action: Drain) -> None:
         """Drain messages (transport lock held)."""
         if (traffic := self._stated.get(action.number)) is not None:
-            # Two ranks that refuse steps in shared memory at the same time miss none if each does so again.
-            self._refuse(action.number, traffic)
+            # Both ranks may have stopped steps in shared memory at the same time, so each stops them again.
+            self._stop_steps(action.number, traffic)
             traffic.clear(self._transport, action.rank, action.sent, action.asked)
 
     def _start_timer(self, number: int, call: Callable[[int], None]) -> None:
@@ -344,7 +344,7 @@ class Failures:
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
         """Return the error that this rank raises, if its own part failed with `own`."""
         called, rank = self.issued.title(number), verdict.rank
-        own = None if isinstance(own, (Differ, Refused)) else own
+        own = None if isinstance(own, (Differ, Stopped)) else own
         silent = f"{name_ranks(verdict.silent)} did not answer within {LIVENESS_SECONDS:g} s"
         if verdict.cause is Cause.MISMATCH and rank < 0:
             since = f" (out of step since #{verdict.since})" if 0 <= verdict.since < number else ""

@@ -1,4 +1,4 @@
-"""The fast path: the compiled core issues operations of lanes, and passes on the others."""
+"""Operations in lanes: the compiled core issues them, and programs continue those that no lane can run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiodist.streams.writes import increment_version
 
 
 class LaneIssuer:
-    """The fast path of one communicator. `core` is None if the ranks do not share memory."""
+    """The issue of one communicator's operations in lanes. `core` is None if the ranks do not share memory."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -59,7 +59,7 @@ class LaneIssuer:
 
     def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
         """Continue an agreed collective by a program, since no lane can run the collective (any thread)."""
-        self._dispatcher.traffic(handle.seq)  # so that the operation can be refused
+        self._dispatcher.traffic(handle.seq)  # so that the operation can be stopped
         self._dispatcher.progress.start_from_thread(partial(self._go_on, handle, make, claims))
 
     def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:

@@ -4,7 +4,7 @@ A name gets a number once from rank 0, the *leader*, over the control channel. O
 count of earlier uses of the name, in any order of issue.
 
     issued - the name has a number - all ranks have issued this use - they agree: the operation begins
-                                                              - they differ: the operation is refused on every rank
+                                                              - they differ: the operation fails on every rank
 
 An operation sends no data and enters no lane before every rank has issued that operation. So no operation in a lane
 waits for a later call of a program. The ranks compare by messages (`Dissemination`), whose tag follows from the number.
@@ -216,7 +216,7 @@ class Names:
             self._start_waiting(known)
 
     def close(self, error: BaseException) -> None:
-        """Refuse waiting and later uses with `error`."""
+        """Fail waiting and later uses with `error`."""
         if self._closed is None:
             self._closed = error
             undecided, self._undecided = self._undecided, set()

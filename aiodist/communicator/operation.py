@@ -153,7 +153,7 @@ class CommunicatorOperation(Operation[Any]):
         """Note that the ranks agree, or end the operation with `error` as soon as its transfers allow."""
         if self.admitted.is_set:
             if error is not None and self.traffic is not None:
-                self.traffic.refusal = error
+                self.traffic.stopped_by = error
         else:
             if error is None and self.state is OperationState.NEW:
                 self.state = OperationState.CHECKED

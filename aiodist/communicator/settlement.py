@@ -138,7 +138,7 @@ class Settlement:
         if isinstance(error, AiodistError):
             error.located(rank=rank, comm=comm, op=str(handle))
         else:
-            with suppress(Exception):  # an error class of the user may refuse notes
+            with suppress(Exception):  # an error class of the user may raise
                 error.add_note(f"raised in {handle}, communicator {comm}, rank {rank}")
         with suppress(asyncio.InvalidStateError):  # a waiting thread has just settled the handle
             Operation.of(handle).reject(error)

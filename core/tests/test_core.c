@@ -3,7 +3,7 @@
 //     test_core [seed [operations]]
 //
 // In a second round of each, one rank abandons the lane at some point: every operation of every rank still ends. If the
-// first rank chooses the order, ranks refuse operations and notify the others.
+// first rank chooses the order, ranks stop operations and notify the others.
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -32,9 +32,9 @@ typedef struct {
     uint64_t seed;
     int windows;  // 0 none, 1 all, 2 some
     int differs;  // the rank that brings another fingerprint, or -1
-    int refuser;  // the rank that refuses it where the lane is led, or -1
+    int stopper;  // the rank that stops it where the lane is led, or -1
     int unlike;   // the rank that only compares, or brings another `like`, or -1
-    _Atomic bool refused;        // true if all ranks are notified
+    _Atomic bool stopped;        // true if all ranks are notified
     _Atomic unsigned done, not;  // on how many ranks it was done, and was not
 } spec_t;
 
@@ -44,7 +44,7 @@ static spec_t *specs;
 static unsigned operations, all_operations;
 static unsigned leaver, leaves_after;  // the rank that abandons the lane, and the number of operations before
 static bool led;      // the first rank chooses the order, the others submit in any
-static _Atomic unsigned finished;  // ranks: those that refused something drive on until all have
+static _Atomic unsigned finished;  // ranks: those that stopped something drive on until all have
 static bool engines;  // threads of their own drive the lanes, and the ranks mostly wait
 
 static uint64_t next(uint64_t *state) {
@@ -122,7 +122,7 @@ static void make_specs(uint64_t seed) {
         s->count = next(&seed) % (most + 1);
         s->windows = (int)(next(&seed) % 3);
         s->differs = next(&seed) % 29 == 0 && ranks > 1 ? (int)(next(&seed) % ranks) : -1;
-        s->refuser = next(&seed) % 13 == 0 ? (int)(next(&seed) % ranks) : -1;
+        s->stopper = next(&seed) % 13 == 0 ? (int)(next(&seed) % ranks) : -1;
         s->unlike = next(&seed) % 17 == 0 && ranks > 1 && s->kind != CORE_BARRIER ? (int)(next(&seed) % ranks) : -1;
         s->seed = next(&seed);
         for (unsigned r = 0; r < ranks; r++) {
@@ -147,7 +147,7 @@ typedef struct {
     unsigned number;
     uint8_t *in, *out;
     bool window;
-    bool heard;  // that it was refused
+    bool heard;  // that it was stopped
 } flight_t;
 
 #define EXPECT(condition, ...)                                                                       \
@@ -193,24 +193,24 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     if (!core_op_valid(&f->op, ranks)) abort();
 }
 
-// Refuses the operation, and notifies the others, which refuse it too.
-static void refuse(unsigned me, flight_t *f) {
+// Stops the operation, and notifies the others, which stop it too.
+static void stop(unsigned me, flight_t *f) {
     if (f->heard) return;
     f->heard = true;
-    core_lane_refuse(rank[me].lane, f->op.key);
+    core_lane_stop(rank[me].lane, f->op.key);
     core_lane_advance(rank[me].lane, 1000);
-    atomic_store(&specs[f->number].refused, true);
+    atomic_store(&specs[f->number].stopped, true);
 }
 
 static void submit(unsigned me, flight_t *f, uint64_t *state) {
-    bool refuses = led && specs[f->number].refuser == (int)me;
-    if (refuses && next(state) % 3) {
-        atomic_store(&f->op.state, CORE_REFUSED);
-        refuse(me, f);
+    bool stops = led && specs[f->number].stopper == (int)me;
+    if (stops && next(state) % 3) {
+        atomic_store(&f->op.state, CORE_STOPPED);
+        stop(me, f);
         if (next(state) % 2) return;  // else it is submitted all the same
     }
     core_lane_submit(rank[me].lane, &f->op);
-    if (refuses) refuse(me, f);
+    if (stops) stop(me, f);
     if (engines) core_engine_notice(rank[me].engine, rank[me].lane, next(state) % 3 == 0);
     core_lane_advance(rank[me].lane, 1000);
 }
@@ -238,16 +238,16 @@ static void let_go(flight_t *f) {
 // Returns false if the lane was abandoned.
 static bool check(unsigned me, flight_t *f) {
     spec_t *s = &specs[f->number];
-    bool refused = core_op_state(&f->op) == CORE_REFUSED, differ = s->differs >= 0 || s->unlike >= 0 || refused;
+    bool stopped = core_op_state(&f->op) == CORE_STOPPED, differ = s->differs >= 0 || s->unlike >= 0 || stopped;
     if (leaver < ranks && core_op_state(&f->op) == CORE_ABANDONED) {
         EXPECT(f->op.differs < ranks, "rank %u has left", f->op.differs);
         let_go(f);
         return false;
     }
-    EXPECT(!refused || (led && s->refuser >= 0), "refused by nobody");
+    EXPECT(!stopped || (led && s->stopper >= 0), "stopped by nobody");
     if (s->unlike < 0) atomic_fetch_add(core_op_state(&f->op) == CORE_DONE ? &s->done : &s->not, 1);
     EXPECT(s->done == 0 || s->not == 0, "done by %u ranks, and by %u not", s->done, s->not);
-    uint32_t state = refused ? CORE_REFUSED : s->differs >= 0 ? CORE_DIFFERENT : CORE_DONE;
+    uint32_t state = stopped ? CORE_STOPPED : s->differs >= 0 ? CORE_DIFFERENT : CORE_DONE;
     if (state == CORE_DONE && s->unlike >= 0 && f->op.kind != CORE_BARRIER) state = CORE_UNLIKE;
     EXPECT(core_op_state(&f->op) == state, "state %u, expected %u", core_op_state(&f->op), state);
     uint64_t begin = 0;
@@ -300,7 +300,7 @@ static void *run(void *number) {
         while (over < begun && (next(&state) % 4 || begun == operations)) {
             flight_t *f = &flights[over % IN_FLIGHT];
             while (core_op_state(&f->op) == CORE_PENDING) {
-                if (atomic_load(&specs[f->number].refused)) refuse(me, f);
+                if (atomic_load(&specs[f->number].stopped)) stop(me, f);
                 if (engines && next(&state) % 8) usleep(20);
                 else if (!core_lane_advance(rank[me].lane, 20000)) sched_yield();
             }
@@ -324,7 +324,7 @@ static void told(void *context, core_op *op) { (void)context, (void)op; }
 static void play(void) {
     pthread_t threads[MOST_RANKS];
     finished = 0;
-    for (unsigned k = 0; k < operations; k++) specs[k].refused = specs[k].done = specs[k].not = 0;
+    for (unsigned k = 0; k < operations; k++) specs[k].stopped = specs[k].done = specs[k].not = 0;
     for (unsigned r = 0; r < ranks; r++) {
         rank[r].segment = aligned_alloc(4096, SEGMENT_BYTES);
         memset(rank[r].segment, 0, 2 << 20);

@@ -311,7 +311,7 @@ async def test_c1_giving_up_in_the_middle_ends_both_sides_and_leaves_the_rest_al
                     half.messages.poll()
         assert copied < size
         assert len(ends) == 2
-        assert all(any(word in str(end) for word in ("closed", "withdrawn", "refused")) for end in ends)
+        assert all(any(word in str(end) for word in ("closed", "withdrawn", "discarded")) for end in ends)
         assert int(into.count_nonzero()) == copied, "it went on after it was given up"
         for nbytes in (3, SHORT + 1, PASS_BYTES):
             room = b.private(nbytes)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<BBHIqqq")
 """Kind of the frame, dtype, bytes of text, count of dead numbers, then number, offset, elements."""
 
-_KNOWN, _DESCRIBED, _REFUSED = range(3)
+_KNOWN, _DESCRIBED, _FAILED = range(3)
 _MOST_DEAD = 8  # dead numbers in one frame, with the rest in the next one
 _DESCRIPTION_BYTES = 400  # torch's have 300
 FRAME_BYTES = 512
@@ -276,7 +276,7 @@ class Loan:
                 state = _KNOWN if description is None else _DESCRIBED
                 offset, dead = t.data_ptr() - lent.start, self._mappings.take_dead(rank)
                 return _frame(state, t.dtype, (lent.number, offset, t.numel()), dead, description or b"")
-        return _frame(_REFUSED, t.dtype, (0, 0, 0), (), str(failure).encode()[: FRAME_BYTES - _HEAD.size])
+        return _frame(_FAILED, t.dtype, (0, 0, 0), (), str(failure).encode()[: FRAME_BYTES - _HEAD.size])
 
     def _describe(self, rank: int) -> tuple[_Lent, bytes | None]:
         """Return my lent storage, with a description for `rank`, or None after the acknowledgement of `rank`."""
@@ -298,7 +298,7 @@ class Loan:
         state, kind, length, dead, number, offset, announced = _HEAD.unpack_from(frame)
         start = _HEAD.size + 8 * dead
         text = bytes(frame[start : start + length])
-        if state == _REFUSED:
+        if state == _FAILED:
             raise BackendError(f"rank {rank}: {text.decode(errors='replace')}")
         numbers = struct.unpack_from(f"<{dead}q", frame, _HEAD.size) if dead else ()
         self._announced[rank] = _Announcement(number, offset, announced, numbers)

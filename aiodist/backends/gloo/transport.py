@@ -98,8 +98,8 @@ class Inbox:
         nbytes = message.nbytes
         fits = nbytes == wanted.into.nbytes
         if not fits:
-            refusal = BackendError(f"a message of {nbytes} bytes met a receive of {wanted.into.nbytes}")
-            done = partial(_refuse, refusal, done)
+            misfit = BackendError(f"a message of {nbytes} bytes met a receive of {wanted.into.nbytes}")
+            done = partial(_end_misfit, misfit, done)
         if not message.offer:
             if fits:
                 memmove(wanted.into.data_ptr(), message.data.data_ptr(), nbytes)
@@ -109,8 +109,8 @@ class Inbox:
         self.peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
 
 
-def _refuse(refusal: BackendError, done: Done, error: BaseException | None) -> None:
-    done(error or refusal)
+def _end_misfit(misfit: BackendError, done: Done, error: BaseException | None) -> None:
+    done(error or misfit)
 
 
 class GlooTransport:

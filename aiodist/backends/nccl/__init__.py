@@ -6,7 +6,7 @@ properties of NCCL that matter here.
 
 from aiodist.backends.nccl.group import Exchange, NcclCall, NcclGroup, NcclGroups
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
-from aiodist.backends.nccl.library import Library, load, missing, refuses, version, version_installed
+from aiodist.backends.nccl.library import Library, load, missing, unconnectable, version, version_installed
 from aiodist.backends.nccl.native import NcclNative, as_numbers, reducer, supports
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "load",
     "missing",
     "reducer",
-    "refuses",
     "supports",
+    "unconnectable",
     "version",
     "version_installed",
 ]

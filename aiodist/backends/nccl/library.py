@@ -13,8 +13,7 @@
 - NCCL's average of floats multiplies each summand by 1/n before the sum. The products round n more times, and the
   switch cannot do the sum. So a mean is a sum with a later division by the stream.
 - NCCL has no 16-bit integers, no complex numbers and no bitwise operators. Operations that move data send bytes.
-- NCCL before 2.30 refuses several ranks on one device. Later versions also refuse them, unless
-  `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+- NCCL before 2.30 allows one rank per device. Later versions allow more if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
 - Communicators of one device that share a stream may deadlock on the device if two ranks order their calls differently.
 """
 
@@ -221,7 +220,7 @@ def version() -> str:
     return _dotted(load().version())
 
 
-def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared: bool) -> str | None:
+def unconnectable(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared: bool) -> str | None:
     """Return the reason why NCCL would not connect ranks on these devices, or None.
 
     `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, and `shared` is True if

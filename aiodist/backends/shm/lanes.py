@@ -15,7 +15,7 @@ from zlib import crc32
 from torch import dtype
 
 from aiodist import _core
-from aiodist.backends.base import Done, PeerGone, Primitive, Refused, Wanted, again, dtype_code
+from aiodist.backends.base import Done, PeerGone, Primitive, Stopped, Wanted, again, dtype_code
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
@@ -172,14 +172,14 @@ class ShmLane:
         """Submit a barrier, which fails with `MismatchError` unless all ranks have the same `word`."""
         return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
 
-    def refuse(self, key: int) -> None:
+    def stop(self, key: int) -> None:
         """Take no further part in operations of `key`.
 
-        Operations that not all ranks have joined end with `Refused` on all ranks. All ranks must make this call: an
+        Operations that not all ranks have joined end with `Stopped` on all ranks. All ranks must make this call: an
         operation that the first rank has not submitted waits on the others. After two calls at the same time, each rank
         that learns of the other call must call again.
         """
-        self.core.refuse(key)
+        self.core.stop(key)
 
     def close(self, error: BaseException) -> None:
         """Stop using other ranks' memory: operations in flight end with `error`."""
@@ -208,8 +208,8 @@ def _error_of(name: str, cause: list[BaseException], state: int, rank: int) -> B
     """Return the error of a failed operation of lane `name`, which `rank` caused."""
     if state == _core.DIFFERENT:
         return MismatchError(f"ranks disagree on an operation in shared memory: rank {rank} issued another one")
-    if state == _core.REFUSED:
-        return Refused(f"rank {rank} takes no part in an operation of {name!r}")
+    if state == _core.STOPPED:
+        return Stopped(f"rank {rank} takes no part in an operation of {name!r}")
     if cause:
         return again(cause[0])
     if state == _core.ABANDONED:
@@ -272,10 +272,10 @@ class ShmNative:
         facts = (o.kind, dtype_code(o.t.dtype), op_code(o.op), o.root, numel, counts)
         self.steps().submit(o, crc32(repr(facts).encode()), key, done)
 
-    def refuse(self, key: int) -> None:
-        """Take no further part in the steps of an operation, with `key` and the next keys (see `ShmLane.refuse`)."""
+    def stop(self, key: int) -> None:
+        """Take no further part in the steps of an operation, with `key` and the next keys (see `ShmLane.stop`)."""
         if self._closed is None:
-            self.steps().refuse(key)
+            self.steps().stop(key)
 
     def steps(self) -> ShmLane:
         """Return the lane for steps of programs, opened at first use."""

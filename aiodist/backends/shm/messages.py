@@ -298,7 +298,7 @@ class Messages:
             if message.own is not None:
                 self.finish(message.own, error)
             else:
-                self.peers[message.src].refuse(message)
+                self.peers[message.src].discard(message)
 
     def fail(self, error: AiodistError) -> None:
         """Fail all pending and later operations, since the others' memory cannot be used."""

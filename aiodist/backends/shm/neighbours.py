@@ -308,30 +308,30 @@ async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, 
         address = listener.getsockname()[1:].decode() if listener else ""
         contacts = await exchange(channel, "shm/contact", [address, reason], seconds)
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[channel.rank]]
-        refusals = [f"rank {rank}: {contacts[rank][1]}" for rank in mine if not contacts[rank][0]]
+        reasons = [f"rank {rank}: {contacts[rank][1]}" for rank in mine if not contacts[rank][0]]
         links: dict[int, socket.socket] = {}
-        if listener is not None and not refusals and len(mine) > 1:
+        if listener is not None and not reasons and len(mine) > 1:
             try:
                 links = await in_thread(lambda: _connect(listener, channel.rank, mine, contacts, seconds))
             except OSError as error:
-                refusals = [f"rank {channel.rank}: {error}"]
+                reasons = [f"rank {channel.rank}: {error}"]
     finally:
         if listener is not None:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends a thread that still waits for a lost rank
             listener.close()
-    met = await exchange(channel, "shm/met", refusals, seconds)
+    met = await exchange(channel, "shm/met", reasons, seconds)
     sharing = _sharing(hosts, met)
     if any(channel.rank in group for group in sharing):
         return Met(Neighbourhood(channel.rank, links), "", sharing)
     for link in links.values():
         link.close()
-    refusals = list(dict.fromkeys(text for rank in mine for text in met[rank]))
-    return Met(None, "; ".join(refusals) or "no other rank is on this host", sharing)
+    reasons = list(dict.fromkeys(text for rank in mine for text in met[rank]))
+    return Met(None, "; ".join(reasons) or "no other rank is on this host", sharing)
 
 
 def _sharing(hosts: Sequence[int], met: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of two or more ranks of one host without refusals."""
+    """Return the groups of two or more ranks that share memory. `met` has each rank's reasons against that."""
     groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
@@ -343,7 +343,7 @@ def _listen() -> tuple[socket.socket | None, str]:
     try:
         if not hasattr(os, "memfd_create"):
             return None, "this platform has no memfd_create"
-        os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may refuse a memfd, or have no seals
+        os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may forbid a memfd, or have no seals
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0aiodist-{secrets.token_hex(8)}")
         listener.listen(1024)

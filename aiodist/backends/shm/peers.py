@@ -35,10 +35,10 @@ CREDIT_BYTES = 1 << 22  # most bytes of short messages that wait at the receiver
 _PIECES = 4  # chunks of a stage
 _RECORD_BYTES = 64  # cost of a message in addition to the bytes
 _GONE_SECONDS = 0.1  # time for the control channel to report the loss of a rank first
-_SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
+_SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _DISCARDED = range(1, 9)
 # Records about a long message. From its sender: _PIECE (a chunk is in the stage), _PUT (the message is in the
 # receiver's tensor), _WITHDRAWN (the sender has aborted). From its receiver: _WANTED (the sender must copy), _GOT (the
-# receiver has the message), _REFUSED (the receiver has aborted, or has seen the withdrawal).
+# receiver has the message), _DISCARDED (the receiver has aborted, or has seen the withdrawal).
 
 
 def ring_bytes(members: int) -> int:
@@ -277,13 +277,13 @@ class ShmPeer:
             return None if send is None else (send, None)
         elif record.kind == _WITHDRAWN:
             return self._withdrawn(number)
-        elif record.kind == _REFUSED:
+        elif record.kind == _DISCARDED:
             send = self._offered.pop(number, None)
             if send is None:
                 return None
             self._stop(send)
             self._say(_PUT, number)  # this rank no longer writes to the receiver's memory
-            return send, BackendError(f"rank {self.rank} has refused a message of {send.t.nbytes} bytes")
+            return send, BackendError(f"rank {self.rank} has discarded a message of {send.t.nbytes} bytes")
         return None
 
     # --- long messages, at their receiver ------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class ShmPeer:
     def _long_came(self, record: Header) -> None:
         box = self._messages.box(record.comm)
         if box is None:
-            self._say(_REFUSED, record.number)
+            self._say(_DISCARDED, record.number)
             return
         message = Envelope(self.rank, record.tag, record.nbytes, number=record.number, place=place_of(record))
         receive = box.match(self.rank, record.tag)
@@ -320,7 +320,7 @@ class ShmPeer:
                 self._fetched[number] = receive
                 messages.copy(receive, receive.into, source, nbytes, partial(self._copied, self._fetched, number))
         except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the receive
-            self._say(_REFUSED, number)
+            self._say(_DISCARDED, number)
             messages.finish(receive, ours(raised))
 
     def _copied(self, table: dict[int, ShmSend] | dict[int, ShmReceive], number: int) -> None:
@@ -347,7 +347,7 @@ class ShmPeer:
             if box.cancel_messages(lambda message: message.src == self.rank and message.number == number):
                 break
         receive = self._brought.pop(number, None) or self._fetched.pop(number, None)
-        self._say(_REFUSED, number)
+        self._say(_DISCARDED, number)
         if receive is None:
             return None
         self._messages.stop(receive)
@@ -432,10 +432,10 @@ class ShmPeer:
 
     # --- abort -----------------------------------------------------------------------------------------------------
 
-    def refuse(self, message: Envelope) -> None:
+    def discard(self, message: Envelope) -> None:
         """Discard `message`, which has no receive."""
         if message.data is None:
-            self._say(_REFUSED, message.number)
+            self._say(_DISCARDED, message.number)
         else:
             self.rings.give_back(message.cost)
 
@@ -451,5 +451,5 @@ class ShmPeer:
                 self._messages.stop(receive)
                 if receives is self._fetched or not self._near.locate(receive.into):
                     del receives[number]  # else the neighbour may write to the memory until the record arrives
-                self._say(_REFUSED, number)
+                self._say(_DISCARDED, number)
                 self._messages.finish(receive, error)

@@ -117,7 +117,7 @@ class Selector:
         return self._edit(LimitEdit(name, value))
 
     def _edit(self, edit: Edit) -> Handle[None]:
-        if (reason := self.repertoire.refusal(edit)) is not None:
+        if (reason := self.repertoire.unavailable(edit)) is not None:
             raise BackendUnavailable(reason)
         return self._publish(edit)
 

@@ -218,7 +218,7 @@ class Table:
 
     def on_cuda(self) -> Table:
         """Return the table, with default rows for CUDA devices if it has none."""
-        # `last_resorts` has the substitutes if NCCL is missing or refuses these ranks.
+        # `last_resorts` has the substitutes if NCCL is missing or cannot connect these ranks.
         usual = {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
         missing = {key: steps for key, steps in usual.items() if key not in self.rows}
         return replace(self, rows=MappingProxyType({**self.rows, **missing})) if missing else self

@@ -63,8 +63,8 @@ def _edits_here(asked: str | os.PathLike[str] | None, world: Repertoire, topolog
 def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> list[Edit]:
     """Return the edits of a file. `here` has the conditions of this job.
 
-    Raises ConfigError for an invalid file or a condition that is not met. Raises `BackendUnavailable` for an entry that
-    `repertoire` refuses. Both errors name the line.
+    Raises ConfigError for an invalid file or a condition that is not met, and `BackendUnavailable` for an entry whose
+    implementation is not available. Both errors name the line.
     """
     try:
         text = path.read_text()
@@ -84,7 +84,7 @@ def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> l
             _check_new(edit, found)
         except ValueError as error:
             raise ConfigError(f"{where}: {str(error)[: _SHOWN * 4]}") from error
-        if (reason := repertoire.refusal(edit)) is not None:
+        if (reason := repertoire.unavailable(edit)) is not None:
             raise BackendUnavailable(f"{where}: {reason}")
         found.append((number, edit))
     return [edit for _, edit in found]

@@ -273,7 +273,7 @@ def _no_nccl(topology: Topology) -> str | None:
     devices = [device for device in topology.devices if device is not None]
     places = [(host, device.physical) for host, device in zip(topology.host_of, devices, strict=True)]
     oldest = min(device.means.nccl for device in devices)
-    return nccl.refuses(places, oldest, shared=all(device.means.nccl_shares for device in devices))
+    return nccl.unconnectable(places, oldest, shared=all(device.means.nccl_shares for device in devices))
 
 
 def _missing_on(topology: Topology, why: Callable[[Means], str]) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aiodist.backends import nccl
-from aiodist.backends.nccl import as_numbers, library, reducer, refuses, version_installed
+from aiodist.backends.nccl import as_numbers, library, reducer, unconnectable, version_installed
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.testing.seams.nccl import Library, missing, supports
 from aiodist.testing.seams.transport import DTYPES
@@ -209,10 +209,10 @@ def test_s3_ranks_that_share_a_device_are_refused_by_some() -> None:
     apart = [("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")]
     together = [("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-1")]
     for version in ((2, 23, 0), (2, 32, 3)):
-        assert refuses(apart, version, shared=False) is None
-    assert "ranks 1 and 2 share device GPU-1 of b" in (refuses(together, (2, 29, 7), shared=True) or "")
-    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in (refuses(together, (2, 30, 1), shared=False) or "")
-    assert refuses(together, (2, 30, 1), shared=True) is None
+        assert unconnectable(apart, version, shared=False) is None
+    assert "ranks 1 and 2 share device GPU-1 of b" in (unconnectable(together, (2, 29, 7), shared=True) or "")
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in (unconnectable(together, (2, 30, 1), shared=False) or "")
+    assert unconnectable(together, (2, 30, 1), shared=True) is None
 
 
 # --- errors ------------------------------------------------------------------------------------------------
