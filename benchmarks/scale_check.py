@@ -180,14 +180,15 @@ async def _at_once(ep: Endpoint, count: int) -> None:
 
 
 def _timed(spent: list[float], call: Transfer) -> Transfer:
-    """Return the call, noting for how long it keeps the processor busy."""
+    """Return the transfer, noting for how long its call keeps the processor busy."""
+    start, *args = call
 
     def timed(done: Done) -> None:
         began = perf_counter()
-        call(done)
+        start(*args, done)
         spent.append(perf_counter() - began)
 
-    return timed
+    return (timed,)
 
 
 def _combining() -> float:

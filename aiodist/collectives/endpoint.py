@@ -20,7 +20,7 @@ from torch import Tensor, dtype
 from aiodist._core import KEY_BITS
 from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, ignore, keeping
-from aiodist.handles.kernel import Program, Transfer, transfers
+from aiodist.handles.kernel import Program, Transfer, transfer
 from aiodist.streams.memory import bytes_of
 from aiodist.types import ReduceOp
 
@@ -228,31 +228,31 @@ class Endpoint:
         return other
 
     def send(self, t: Tensor, dst: int) -> Transfer:
-        """Return the call that sends `t` to rank `dst`."""
+        """Return the transfer that sends `t` to rank `dst`."""
         dst = self.ranks[dst]
         if self.device_messages is not None and not t.is_cpu:
-            return partial(self.device_messages.send, self.transport, t, dst, self.tag)
+            return self.device_messages.send, self.transport, t, dst, self.tag
         if self.traffic is not None:
             if self.traffic.stopped_by is not None:
                 raise self.traffic.stopped_by.with_traceback(None)
-            return partial(self.traffic.send, self.transport, t, dst, self.tag)
-        return partial(self.transport.isend, t, dst, self.tag)
+            return self.traffic.send, self.transport, t, dst, self.tag
+        return self.transport.isend, t, dst, self.tag
 
     def recv(self, t: Tensor, src: int) -> Transfer:
-        """Return the call that receives `t` from rank `src`."""
+        """Return the transfer that receives `t` from rank `src`."""
         src = self.ranks[src]
         if self.device_messages is not None and not t.is_cpu:
-            return partial(self.device_messages.recv, self.transport, t, src, self.tag)
+            return self.device_messages.recv, self.transport, t, src, self.tag
         if self.traffic is not None:
             if self.traffic.stopped_by is not None:
                 raise self.traffic.stopped_by.with_traceback(None)
-            return partial(self.traffic.recv, self.transport, t, src, self.tag)
-        return partial(self.transport.irecv, t, src, self.tag)
+            return self.traffic.recv, self.transport, t, src, self.tag
+        return self.transport.irecv, t, src, self.tag
 
     async def known(self) -> None:
         """Wait until the ranks are known to agree. Before that, received data may be of another operation."""
         if self.traffic is not None:
-            await transfers([self.traffic.agreed])
+            await transfer(self.traffic.agreed)
 
 
 class Implementation(ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,7 +39,7 @@ from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation, Tr
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendError, BackendUnavailable
-from aiodist.handles.kernel import Transfer, transfers
+from aiodist.handles.kernel import Transfer, transfer, transfers
 from aiodist.schedules import SCHEDULES
 from aiodist.types import REDUCTIONS, ReduceOp
 
@@ -70,7 +69,7 @@ class NativeCollectives(Implementation):
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
         start = _InOrder(self._native).start if self.in_order and len(primitives) > 1 else self._native.start
-        await transfers([partial(start, o, ep.key) for o in primitives])
+        await transfers([(start, o, ep.key) for o in primitives])
 
 
 @dataclass(eq=False)
@@ -350,7 +349,7 @@ class Primitives:
                 traffic.native += not chosen.recallable
                 sizes = [max(o.t.nbytes, o.out.nbytes) for o in members]
                 if chosen.in_order or (not chosen.compares and max(sizes) >= COMPARED_BYTES):
-                    await transfers([traffic.agreed])
+                    await transfer(traffic.agreed)
                 await chosen.run(self.ep, members)
                 traffic.native -= not chosen.recallable
         for given, o in converted:

@@ -34,7 +34,7 @@ from aiodist.collectives.messages import (
     Unpacked,
 )
 from aiodist.collectives.metadata import pack_meta, unpack_meta
-from aiodist.handles.kernel import Transfer, resume, run, together, transfers
+from aiodist.handles.kernel import Transfer, resume, run, together, transfer, transfers
 from aiodist.streams.memory import bytes_of
 from aiodist.types import ANY
 
@@ -112,24 +112,24 @@ class Mailbox:
         self._lines[number] = line
         if len(self._lines) > _MOST_LINES:
             del self._lines[next(iter(self._lines))]
-        step: list[Transfer] = [partial(self._wait_for, number)] if synchronous else []
+        step: list[Transfer] = [(self._wait_for, number)] if synchronous else []
         kept = not synchronous and self.keeps(t, dst)
         flags = MessageFlag.SYNCHRONOUS * synchronous + MessageFlag.KEPT * kept
         if dst == self._transport.rank:
             meta = unpack_meta(pack_meta(t))
             message = MailboxMessage(dst, tag, number, meta, t.nbytes, DataPlace.INLINE, flags, kind=kind)
-            await transfers([*step, partial(self._to_itself, message, bytes_of(t))])
+            await transfers([*step, (self._to_itself, message, bytes_of(t))])
             return
         place, size = DataPlace.AFTER if t.is_cpu else DataPlace.PIECES, 0
         if t.is_cpu and t.nbytes <= INLINE_BYTES:
             place, size = DataPlace.INLINE, t.nbytes
         header = Header(kind, self._transport.rank, tag, number, t.nbytes, place, flags, size)
-        step.append(partial(self._transport.isend, self._frame(header, t, dst), dst, _FRAME_TAG))
+        step.append((self._transport.isend, self._frame(header, t, dst), dst, _FRAME_TAG))
         if place == DataPlace.AFTER:
-            step.append(partial(self._transport.isend, bytes_of(t), dst, number))
+            step.append((self._transport.isend, bytes_of(t), dst, number))
         elif place == DataPlace.PIECES:
             assert self.device_messages is not None
-            step.append(partial(self.device_messages.send, self._transport, bytes_of(t), dst, number))
+            step.append((self.device_messages.send, self._transport, bytes_of(t), dst, number))
         self.kept += kept
         try:
             await transfers(step)
@@ -188,8 +188,8 @@ class Mailbox:
         following = (self._transport.rank + 1) % self._transport.size
         header = Header(MessageKind.FAREWELL, self._transport.rank)
         farewell = self._frame(header, None, following)
-        send = partial(self._transport.isend, farewell, following, _FRAME_TAG)
-        await transfers([send, partial(self._wait_for, _FAREWELL)])
+        send = (self._transport.isend, farewell, following, _FRAME_TAG)
+        await transfers([send, (self._wait_for, _FAREWELL)])
 
     # --- frames that come ---------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Mailbox:
     async def _to_host(self, message: MailboxMessage, into: Tensor) -> None:
         """Move the bytes of a message to the front of `into`, which is on the host."""
         while message.place == DataPlace.RETURNED and message.data is None and message.error is None:
-            await transfers([message.waiting.append])
+            await transfer(message.waiting.append)
         if message.error is not None:
             raise message.error
         if message.data is not None:
@@ -362,7 +362,7 @@ class Mailbox:
         if message.place == DataPlace.PIECES:
             assert self.device_messages is not None
             pieces = [*self.device_messages.cut(*pieces)]
-        await transfers([partial(self._transport.irecv, piece, message.src, message.number) for piece in pieces])
+        await transfers([(self._transport.irecv, piece, message.src, message.number) for piece in pieces])
 
     async def _to_device(self, message: MailboxMessage, into: Tensor | None, device: torch.device) -> Tensor:
         """Move the bytes of a message to the front of `into`, or to a new tensor, on a device. Return the tensor."""
@@ -372,9 +372,9 @@ class Mailbox:
             into = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         front = bytes_of(into)[: message.nbytes]
         if message.place == DataPlace.PIECES:
-            await transfers([partial(messages.recv, self._transport, front, message.src, message.number)])
+            await transfer(messages.recv, self._transport, front, message.src, message.number)
             return into
         host = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu")
         await self._to_host(message, host)
-        await transfers([partial(messages.put, host, front)])
+        await transfer(messages.put, host, front)
         return into

@@ -13,7 +13,7 @@ from aiodist.collectives.endpoint import Traffic
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.oplog import Record
 from aiodist.handles import Handle, Operation
-from aiodist.handles.kernel import Program, Transfer, resume, transfers
+from aiodist.handles.kernel import Program, Transfer, resume, transfer
 from aiodist.types import ANY
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Use:
 
 
 class Event:
-    """A one-time event with an error or none, awaited by a program as `transfers([event.wait])`."""
+    """A one-time event with an error or none, awaited by a program as `transfer(event.wait)`."""
 
     is_set: bool = False
     error: BaseException | None = None
@@ -180,14 +180,14 @@ async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
     """Run `program` after the required ranks have agreed. Return its result after all have agreed."""
     try:
         if not operation.admitted.is_set or operation.admitted.error is not None:
-            await transfers([operation.admitted.wait])
+            await transfer(operation.admitted.wait)
     except BaseException:
         program.close()
         raise
     operation.state = OperationState.STARTED
     result = await resume(program)
     if not operation.agreed.is_set or operation.agreed.error is not None:
-        await transfers([operation.agreed.wait])
+        await transfer(operation.agreed.wait)
     return result
 
 

@@ -33,7 +33,7 @@ from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, word_o
 from aiodist.communicator.lane_issuer import LaneIssuer
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, When
 from aiodist.handles import LARGE_BYTES, Handle
-from aiodist.handles.kernel import Program, Transfer, transfers
+from aiodist.handles.kernel import Program, Transfer, transfer
 from aiodist.streams import Events
 from aiodist.streams.events import device_error
 from aiodist.types import OP_ALIASES, REDUCTIONS, ReduceOp, check_timeout
@@ -240,11 +240,11 @@ class Plans:
         """Issue one call of a library."""
         operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL, messages=False)
         # A detached view: the program may give `t` other memory before the call.
-        call = partial(plan.start, t.detach(), operation.number)
+        call: Transfer = (plan.start, t.detach(), operation.number)
         if operation.traffic is not None:
             operation.traffic.way = plan.implementation
         if self._dispatcher.large_bytes <= plan.nbytes < LARGE_BYTES:
-            call = partial(self._call_in_background, call)
+            call = (self._call_in_background, call)
         return self._dispatcher.launch(operation, NativeCall(call, t), plan.nbytes)
 
     def _call_in_background(self, call: Transfer, done: Done) -> None:
@@ -256,7 +256,8 @@ class Plans:
             progress.add_large(-1)
             done(error)
 
-        call(ended)
+        start, *args = call
+        start(*args, ended)
 
     def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Queue one call on a device, while the ranks compare."""
@@ -282,7 +283,7 @@ class Plans:
             raise queued
         if operation.traffic is not None:
             operation.traffic.way, operation.traffic.native = plan.implementation, 1
-        await transfers([queued.start])
+        await transfer(queued.start)
         if operation.traffic is not None:
             operation.traffic.native = 0
         return t

@@ -57,7 +57,7 @@ class Settlement:
             operation.traffic.native = 1
         done = partial(self._called, operation, work.result)
         try:
-            work.call(done)
+            work.call[0](*work.call[1:], done)
         except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
             done(ours(raised))
 

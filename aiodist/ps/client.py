@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from aiodist.backends.base import DTYPES, Done
@@ -56,8 +55,8 @@ class Client:
         return answers[0]
 
     def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Transfer:  # noqa: ANN401
-        """Return the call that asks server `dst`, and adds what it answers to `answers`."""
-        return partial(self._ask, dst, self.queue.number(), {"op": op, **said}, answers)
+        """Return the transfer that asks server `dst`, and adds what it answers to `answers`."""
+        return self._ask, dst, self.queue.number(), {"op": op, **said}, answers
 
     async def meeting(self) -> None:
         """Meet the other workers at all servers that are there; raises PeerLost where the first of them died."""
@@ -69,7 +68,7 @@ class Client:
 
             self._ask(dst, number, {"op": "barrier"}, [], answered)
 
-        await transfers([partial(ask, rank) for rank in self._context.servers])
+        await transfers([(ask, rank) for rank in self._context.servers])
         if (error := self.pushes.late_error()) is not None:
             raise error
 
@@ -77,7 +76,7 @@ class Client:
         """Change settings of the rule of `entry`, on all of its shards: one request, so one number."""
         number = self.queue.number()
         said = {"op": "configure", "key": entry.key, "settings": settings}
-        await transfers([partial(self._ask, span.rank, number, said, []) for span in entry.spans])
+        await transfers([(self._ask, span.rank, number, said, []) for span in entry.spans])
 
     async def making(self, entry: NameEntry, spans: Sequence[Span]) -> None:
         said = {

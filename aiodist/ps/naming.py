@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, dtype_name
+from aiodist.backends.base import DTYPES, Done, dtype_name
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
-from aiodist.handles.kernel import Program, Transfer, together, transfers
+from aiodist.handles.kernel import Program, together, transfer, transfers
 from aiodist.ps.names import NameEntry, Names, check_settings, checked, listed
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rebinding import Rebinding
@@ -185,7 +185,7 @@ class Naming:
         await self._opening(entry, torch.empty(0, device="cpu"))
         return Table(self._session, self._names, entry, self._read_mode)
 
-    async def _opening(self, entry: NameEntry, data: Tensor, fetch: Transfer | None = None) -> None:
+    async def _opening(self, entry: NameEntry, data: Tensor, fetch: Callable[[Done], None] | None = None) -> None:
         opened = None
         try:
             await self._opened(entry, data, fetch)
@@ -193,7 +193,7 @@ class Naming:
         finally:
             self._names.settle(entry.name, opened)
 
-    async def _opened(self, entry: NameEntry, data: Tensor | None, fetch: Transfer | None = None) -> None:
+    async def _opened(self, entry: NameEntry, data: Tensor | None, fetch: Callable[[Done], None] | None = None) -> None:
         """Have a name known to its servers; without data, flat, its shards are told later what they have.
 
         `fetch` brings the data from a device.
@@ -215,7 +215,7 @@ class Naming:
         entry.key = said["key"]
         if said["fill"]:
             if fetch is not None:
-                await transfers([fetch])
+                await transfer(fetch)
             own = entry.start == "own" and data is not None
             spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
             if entry.codec is not None and data is not None:
@@ -223,7 +223,7 @@ class Naming:
             await self._session.client.making(entry, spans)
             if data is not None and entry.table is None:
                 with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                    await transfers([partial(self._session.client.pushes.fill, entry, span, data) for span in spans])
+                    await transfers([(self._session.client.pushes.fill, entry, span, data) for span in spans])
             await self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
     def _placed(self, entry: NameEntry) -> NameEntry:
@@ -267,7 +267,7 @@ class Naming:
 
     async def _freeing(self, entry: NameEntry) -> None:
         try:
-            await transfers([partial(self._session.client.when_over, entry)])
+            await transfer(self._session.client.when_over, entry)
             await self._session.client.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
         finally:
             self._names.settle(entry.name, None)

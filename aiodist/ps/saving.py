@@ -20,7 +20,7 @@ from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, lay_out, write_file
 from aiodist.checkpoints.reading import Reader, of_all
 from aiodist.errors import CheckpointDamaged
-from aiodist.handles.kernel import Program, run, transfers
+from aiodist.handles.kernel import Program, run, transfer, transfers
 from aiodist.ps.answers import Freed, Restored
 from aiodist.ps.captured import KIND, Captured, capture, described, moved, restore, tensors_in
 from aiodist.ps.context import Service
@@ -101,7 +101,7 @@ class ServerSaving:
     async def _on_disk(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         """Return what `work` does in the thread for files."""
         found: list[Any] = []
-        await transfers([partial(self._files.run, lambda: found.append(work()))])
+        await transfer(self._files.run, lambda: found.append(work()))
         return found[0]
 
     # --- the first server: one after the other ------------------------------------------------------------------------
@@ -265,8 +265,8 @@ class ServerSaving:
                     residuals.add(self._residual_name(name), whole)
 
         try:
-            await transfers([partial(self._order, OrderKind.SAVE, call["turn"])])
-            await transfers([partial(self._context.service.run, copy_residuals)])  # behind what is being encoded
+            await transfer(self._order, OrderKind.SAVE, call["turn"])
+            await transfer(self._context.service.run, copy_residuals)  # behind what is being encoded
             captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
             written: _Said = await self._on_disk(partial(_written, call, captured, computing))
         finally:
@@ -301,7 +301,7 @@ class ServerSaving:
     async def _take(self, call: _Said) -> _Said:
         for residual in self._turns[call["turn"]].residuals if call["residuals"] else ():
             self._client.codes.take(*residual)
-        await transfers([partial(self._order, OrderKind.LOAD, call["turn"])])
+        await transfer(self._order, OrderKind.LOAD, call["turn"])
         return {}
 
 

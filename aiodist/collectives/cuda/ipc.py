@@ -261,7 +261,7 @@ class CudaIpc(Implementation):
         if not busy:
             return
         try:
-            await transfers(StaysOnHost([partial(self._settled, stream) for stream in busy]))
+            await transfers(StaysOnHost([(self._settled, stream) for stream in busy]))
         except BackendError as error:
             for loan in loans:
                 loan.failure = error

@@ -106,13 +106,10 @@ class Nccl(Exchanger):
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
         """Queue the calls in launch order, in one group of calls for each device."""
-        devices = dict.fromkeys(o.t.device for o in primitives)
-        await transfers(
-            [
-                partial(self._native(ep, device).start_all, [o for o in primitives if o.t.device == device])
-                for device in devices
-            ]
-        )
+        by_device: dict[torch.device, list[Primitive]] = {}
+        for o in primitives:
+            by_device.setdefault(o.t.device, []).append(o)
+        await transfers([(self._native(ep, device).start_all, calls) for device, calls in by_device.items()])
 
     def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
         """See `Exchanger`: all tensors must be on the first device of this communicator, as on the other ranks."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Done
 from aiodist.handles import Handle, Operation, Progress
-from aiodist.handles.kernel import Nested, Program, Transfer, transfers
+from aiodist.handles.kernel import Part, Program, Transfer, transfer, transfers
 from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import device_error, idle
 
@@ -147,7 +147,7 @@ async def _on_device(program: Program[T], work: DeviceWork) -> T:
         work.lend(result)
     finally:
         work.hurry(-1)
-    await transfers([work.end])
+    await transfer(work.end)
     if error is not None:
         raise error
     return result
@@ -160,13 +160,13 @@ async def _with_stream(program: Program[T], work: DeviceWork) -> T:
     while True:
         with _AS_IT_IS if stays and error is None else work.current():
             try:
-                calls = program.send(None) if error is None else program.throw(error)
+                step = program.send(None) if error is None else program.throw(error)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
         error = None
-        stays = isinstance(calls, StaysOnHost)
+        stays = isinstance(step, StaysOnHost)
         try:
-            await transfers(calls if isinstance(calls, OnHost) else [_call_with_stream(call, work) for call in calls])
+            await transfers(step if isinstance(step, OnHost) else [_part_with_stream(part, work) for part in step])
         except GeneratorExit:
             program.close()
             raise
@@ -174,15 +174,13 @@ async def _with_stream(program: Program[T], work: DeviceWork) -> T:
             error = raised
 
 
-def _call_with_stream(call: Transfer, work: DeviceWork) -> Transfer:
-    if isinstance(call, Nested):
-        return Nested(_with_stream(call.program, work))
-    return partial(_call, work, call)
+def _part_with_stream(part: Part, work: DeviceWork) -> Part:
+    return (_start, work, *part) if isinstance(part, tuple) else _with_stream(part, work)
 
 
-def _call(work: DeviceWork, call: Transfer, done: Done) -> None:
+def _start(work: DeviceWork, start: Callable[..., object], *args: object) -> None:
     with work.current():
-        call(done)
+        start(*args)
 
 
 def attach(handle: Handle[Any], works: Sequence[DeviceWork]) -> None:

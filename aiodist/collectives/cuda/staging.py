@@ -114,7 +114,7 @@ class Staged(Implementation):
             for chunk, host in zip(chunks, hosts, strict=True):
                 copies = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
                 if copies:
-                    reads.append(partial(chunk.work.read, copies, chunk.work not in begun))
+                    reads.append((chunk.work.read, copies, chunk.work not in begun))
                 back = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
                 if back:
                     writes.setdefault(chunk.work, []).extend(back)
@@ -123,10 +123,10 @@ class Staged(Implementation):
             begun.update(chunk.work for chunk in chunks if any(t.numel() for _, t in chunk.reads))
             await p.run([chunk.primitive(host) for chunk, host in zip(chunks, hosts, strict=True)])
             if waiting := [work for work in writes if work not in begun]:
-                await transfers([work.begun for work in waiting])
+                await transfers([(work.begun,) for work in waiting])
                 begun.update(waiting)
             if writes:
-                await transfers([partial(work.write, copies) for work, copies in writes.items()])
+                await transfers([(work.write, copies) for work, copies in writes.items()])
 
 
 def _chunk(work: _Copies, rank: int, o: Primitive, chunks: int, i: int) -> _Chunk:
