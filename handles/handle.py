@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from contextvars import Context, copy_context
-from functools import partial
 from math import inf
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -126,7 +125,7 @@ class Handle(_core.Handle, Generic[T]):
             yield from waiter.future
         except GeneratorExit:  # perhaps from the garbage collector, in the middle of other code
             self._given_up = True
-            self._progress.post(partial(self._remove_waiter, waiter))
+            self._progress.post(self._remove_waiter, waiter)
             raise
         except BaseException as error:  # an await that ends without the outcome retrieves nothing
             self._given_up = True

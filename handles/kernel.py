@@ -1,4 +1,4 @@
-"""Runs programs: coroutines whose steps are transfers, resumed by the thread that makes progress.
+"""Runs programs, which are coroutines whose steps are transfers, on the thread that makes progress.
 
 A program awaits `transfers([...])`, the transfers of one step, and `together(...)`, programs that run at the same time.
 A program is no task of the loop, so the operation continues while no task awaits the handle, and while user code
@@ -35,7 +35,7 @@ _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, Arithm
 
 
 def ours(error: Exception) -> AiodistError:
-    """Return an error of aiodist unchanged, or a `BackendError` raised from another `error`."""
+    """Return an `AiodistError` unchanged, and any other `error` as the cause of a `BackendError`."""
     if isinstance(error, AiodistError):
         return error
     wrapped = BackendError(f"{type(error).__name__}: {error}")
@@ -57,8 +57,8 @@ def transfers(step: Sequence[Part]) -> Generator[Sequence[Part], None, None]:
 def prepare(function: Callable[P, Program[T]], *args: P.args, **kwargs: P.kwargs) -> Program[T]:
     """Return the program of `function(*args)`, to be run, closed or dropped.
 
-    Python warns of a coroutine that never begins. The returned program has begun, and calls `function` when the program
-    runs.
+    The returned program has begun, since Python warns of a coroutine that never begins. The program calls `function`
+    when it is run.
     """
     program = _prepared(function, *args, **kwargs)
     program.send(None)
@@ -72,7 +72,7 @@ async def _prepared(function: Callable[P, Program[T]], *args: P.args, **kwargs: 
 
 @coroutine
 def resume(program: Program[T]) -> Generator[Any, Any, T]:
-    """Continue a prepared program to its result: Python does not await a coroutine that has begun."""
+    """Run a prepared program to its result. Python has no await for a coroutine that has begun."""
     return (yield from program.__await__())
 
 
@@ -128,7 +128,7 @@ class _Run:
                 self.end(None, ours(raised) if isinstance(raised, _UNEXPECTED) else raised)
                 return
             self.error = None
-            # One more than the parts, so that a part that ends immediately does not resume the program within.
+            # One more than the parts, so that a part that ends immediately does not resume the program inside this loop.
             self.left = len(self.step) + 1
             for part in self.step:
                 done = _PartDone(self)
@@ -137,7 +137,7 @@ class _Run:
                         part[0](*part[1:], done)
                     else:
                         _Run(part, done).advance()
-                except Exception as raised:  # noqa: BLE001  - as above; the other parts start: ranks wait
+                except Exception as raised:  # noqa: BLE001  - as above; other ranks wait for the other parts
                     done(self.error or ours(raised))
             self.left -= 1
             if self.left:

@@ -88,7 +88,7 @@ class Operation(Generic[T]):
         """Let the loop's thread or a waiting thread end the operation by `call` (any thread may call this method)."""
         handle = self.handle
         handle._finisher = call
-        handle._progress.post(partial(finish, handle))
+        handle._progress.post(finish, handle)
         if handle._event is not None:
             handle._event.set()
 

@@ -32,13 +32,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from math import inf
 from time import perf_counter
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeVarTuple
 
 from aiodist import _core
 from aiodist.handles.gil import Hurry
+
+Ts = TypeVarTuple("Ts")
 
 _FAILING_SECONDS = 0.5
 
@@ -173,7 +174,7 @@ class LoopWork(_core.Pacer):
         A thread that waits for a handle does not compute.
         """
         self.pace = _IDLE
-        self.inbox: deque[Callable[[], None]] = deque()
+        self.inbox: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         """Calls to be made with the transport lock held, in order."""
         self.large = 0
         """Number of transfers and calls that the progress thread drives."""
@@ -190,7 +191,7 @@ class LoopWork(_core.Pacer):
         self._pollers: tuple[Poller, ...] = ()
         self._failing: dict[Poller, tuple[float, float]] = {}
         """Times of the first and the last error of each failing poller, in seconds of `perf_counter`."""
-        self._posted: deque[Callable[[], object]] = deque()
+        self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waking = False
         """True if the loop has been woken for posted calls that have not run yet."""
         self._lock = threading.RLock()  # the garbage collector may call `Progress.start` inside
@@ -285,7 +286,7 @@ class LoopWork(_core.Pacer):
             self._hurry.add(count)
         else:
             # The loop needs the GIL soon, to learn of the end.
-            self.post(partial(self._hurry.add, count))
+            self.post(self._hurry.add, count)
 
     def counted(
         self, done: Callable[[BaseException | None], None], *, of_ranks: bool = False
@@ -358,7 +359,7 @@ class LoopWork(_core.Pacer):
             # A running call stays in the inbox, so that the work counts as pending and the progress thread does not
             # sleep.
             try:
-                self._call(self.inbox[0])
+                self._call(*self.inbox[0])
             finally:
                 self.inbox.popleft()
         return made
@@ -381,13 +382,13 @@ class LoopWork(_core.Pacer):
             transport_lock.release()
         return completed
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         try:
-            call()
+            call(*args)
         except Exception as error:  # noqa: BLE001  - later calls are still made
             self._start_failed(call, error)
 
-    def _start_failed(self, call: Callable[[], None], error: Exception) -> None:
+    def _start_failed(self, call: Callable[..., object], error: Exception) -> None:
         self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def _poller_failed(self, poller: Poller, error: Exception) -> None:
@@ -404,13 +405,13 @@ class LoopWork(_core.Pacer):
         if now > since + _FAILING_SECONDS:
             self.remove_poller(poller)
             for notify in list(self.on_broken):
-                self.post(partial(notify, error))
+                self.post(notify, error)
 
     # --- calls on the loop -------------------------------------------------------------------------------------
 
-    def post(self, fn: Callable[[], object]) -> None:
+    def post(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
         """Let the loop call `fn` (any thread). Several posts cost one wake-up of the loop."""
-        self._posted.append(fn)
+        self._posted.append((fn, args))
         if self._waking:
             return
         self._waking = True
@@ -423,16 +424,16 @@ class LoopWork(_core.Pacer):
             self._posted.clear()
             self._waking = False
 
-    def on_loop(self, fn: Callable[[], object]) -> None:
+    def on_loop(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call `fn` now on the loop's thread, or let the loop call `fn` on another thread."""
         if self.owns_thread():
-            fn()
+            fn(*args)
         else:
-            self.post(fn)
+            self.post(fn, *args)
 
     def report(self, message: str, error: BaseException) -> None:
         """Pass `error` to the loop's exception handler (any thread)."""
-        self.post(partial(self._report, message, error))
+        self.post(self._report, message, error)
 
     def _report(self, message: str, error: BaseException) -> None:
         self.loop.call_exception_handler({"message": message, "exception": error})
@@ -441,8 +442,8 @@ class LoopWork(_core.Pacer):
         self._waking = False
         self.last_ran = perf_counter()
         for _ in range(len(self._posted)):
-            fn = self._posted.popleft()
+            fn, args = self._posted.popleft()
             try:
-                fn()
+                fn(*args)
             except Exception as error:  # noqa: BLE001  - later calls are still made
                 self._report(f"{fn} failed", error)

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
 from aiodist import _core
@@ -26,6 +26,7 @@ from aiodist.handles.tracing import tracing
 __all__ = ["LARGE_BYTES", "Driven", "Poller", "Progress", "transport_lock"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 LARGE_BYTES = 1 << 22
 """Least size, in bytes, of a transfer that the progress thread drives, since a native poll may last milliseconds."""
@@ -124,7 +125,7 @@ class Progress(LoopWork, Quiet):
 
     # --- issuing ---------------------------------------------------------------------------------------
 
-    def start(self, call: Callable[[], None]) -> None:
+    def start(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make `call`, which starts a transfer, now, or let the holder of the transport lock make the call later.
 
         `call` runs with the transport lock held, in order with the other calls. `call` must not raise (see `guarded` of
@@ -134,49 +135,48 @@ class Progress(LoopWork, Quiet):
         if not self.inbox and transport_lock.acquire(False):
             self._inside = True
             try:
-                call()
+                call(*args)
             except Exception as error:  # noqa: BLE001  - as in `_call`
                 self._start_failed(call, error)
             finally:
                 self._inside = False
                 transport_lock.release()
         else:
-            self.inbox.append(call)
+            self.inbox.append((call, args))
         if self.pace is not _POLLING:
             self._begin_polling()
         elif alarm.asleep:  # user code has computed for so long that the progress thread went to sleep
             alarm.ring()
 
-    def start_from_thread(self, call: Callable[[], None]) -> None:
+    def start_from_thread(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """As `start`, from any thread. The progress thread polls requests from other threads than the loop's."""
         if self.owns_thread():
-            self.start(call)
+            self.start(call, *args)
         elif not self.inbox and transport_lock.acquire(False):
             try:
-                self._call(call)
+                self._call(call, args)
                 self.ensure_polled()
             finally:
                 transport_lock.release()
             if alarm.asleep:  # the pace of a blocked loop may be POLLING
                 progress_thread.wake(self)
         else:
-            self.inbox.append(call)
+            self.inbox.append((call, args))
             self.held.add(self)
             progress_thread.wake(self)
 
-    def start_in_thread(self, call: Callable[[], None]) -> None:
+    def start_in_thread(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """As `start`, but the progress thread makes the long call. The loop then does not poll."""
         self.add_large(1)
-
-        def counted() -> None:
-            try:
-                call()
-            finally:
-                self.add_large(-1)
-
-        self.inbox.append(counted)
+        self.inbox.append((self._call_large, (call, args)))
         self.held.add(self)
         progress_thread.wake(self)
+
+    def _call_large(self, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        try:
+            call(*args)
+        finally:
+            self.add_large(-1)
 
     def resume_polling(self) -> None:
         """Let the loop poll again, since a message came and more may follow (any thread).
@@ -215,18 +215,18 @@ class Progress(LoopWork, Quiet):
             transport_lock.release()
         return True
 
-    def with_lock(self, call: Callable[[], object]) -> None:
+    def with_lock(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make `call` with the transport lock held (loop's thread, which may hold the lock already).
 
         A waiter for a handle may be woken while the loop polls, with the lock held.
         """
         if self._inside:
-            call()
+            call(*args)
             return
         with transport_lock:
             self._inside = True
             try:
-                call()
+                call(*args)
             finally:
                 self._inside = False
 

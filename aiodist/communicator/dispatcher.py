@@ -7,8 +7,7 @@ import os
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
 from aiodist.backends.base import Transport
@@ -38,6 +37,7 @@ from aiodist.handles.tracing import Ended
 
 OnDiffer = Callable[[CommunicatorOperation], None]
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 H = TypeVar("H", bound=Handle[Any])
 
 _FORK_SECONDS = 1.0
@@ -271,7 +271,7 @@ class Dispatcher:
         """Start a collective that was prepared. `work_bytes` are the bytes that this rank copies or reduces."""
         assert operation.handle is not None
         operation.large = work_bytes >= self.large_bytes
-        self.start(partial(self._begin, operation, work), work_bytes)
+        self.start(work_bytes, self._begin, operation, work)
         return operation.handle
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
@@ -292,14 +292,14 @@ class Dispatcher:
         with self.lifetime.undisturbed():
             return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
-    def start(self, call: Callable[[], None], nbytes: int) -> None:
-        """Make a call with the transport lock held, in the progress thread for a large operation."""
+    def start(self, nbytes: int, call: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Make a call with the transport lock held, in the progress thread for an operation of many `nbytes`."""
         if nbytes >= self.large_bytes:
-            self.progress.start_in_thread(call)
+            self.progress.start_in_thread(call, *args)
         elif self.lifetime.issuing is None:
-            self.progress.start(call)
+            self.progress.start(call, *args)
         else:
-            self.progress.start_from_thread(call)
+            self.progress.start_from_thread(call, *args)
 
     def enter(self, operation: CommunicatorOperation) -> None:
         """Claim the bytes of an operation and enter the operation in the table."""

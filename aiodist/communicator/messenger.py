@@ -26,7 +26,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 from weakref import ref
 
 from aiodist.backends.base import again
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aiodist.communicator.claims import Claim
+
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Messenger:
 
     def launch(self, operation: CommunicatorOperation, program: Program[None], nbytes: int) -> None:
         """Start an operation that was issued. `nbytes` are the bytes that this rank copies."""
-        self.dispatcher.start(partial(self.settlement.run_message, operation, program), nbytes)
+        self.dispatcher.start(nbytes, self.settlement.run_message, operation, program)
 
     def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
         """Issue a receive, and return its operation and handle. Only the program holds the handle before a match."""
@@ -104,7 +106,7 @@ class Messenger:
         try:
             acquire(asked.claims, receiving)
             try:
-                post = receiving.post(handle)
+                wanted = receiving.post(handle)
             except BaseException:
                 release(asked.claims)
                 raise
@@ -113,7 +115,7 @@ class Messenger:
             raise
         self.dispatcher.watch_over(handle, asked.peer)
         self._note(handle, asked.peer)
-        self.dispatcher.start(post, 0)
+        self.dispatcher.start(0, self.mailbox.receive, wanted)
         return handle, receiving
 
     def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
@@ -143,13 +145,13 @@ class Messenger:
         self.progress.with_lock(now)
         return withdrawn
 
-    def locked(self, call: Callable[[], object]) -> None:
+    def locked(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make `call` with the transport lock held (any thread, the loop's also with the lock)."""
         if self.progress.owns_thread():
-            self.progress.with_lock(call)
+            self.progress.with_lock(call, *args)
         else:
             with transport_lock:
-                call()
+                call(*args)
 
     async def part(self, seconds: float) -> None:
         """Receive the messages that no receive took, after all ranks have issued their last operation."""
@@ -238,20 +240,17 @@ class Receiving:
     def resume(self, handle: Posted[Any], /) -> None:
         """See `Stoppable`. Raises BufferInFlight if another operation has the memory now."""
         acquire(self._asked.claims, self)
-        self._messenger.locked(partial(self._resume, handle))
+        self._messenger.locked(self._resume, handle)
         self._messenger.progress.resume_polling()
 
     def pause(self, handle: Posted[Any], /) -> None:
         """See `Stoppable`."""
-        self._messenger.locked(partial(self._pause, handle))
+        self._messenger.locked(self._pause, handle)
 
     # --- with the transport lock held -------------------------------------------------------------------------
 
-    def post(self, handle: Posted[Any]) -> Callable[[], None]:
-        """Return the call that posts the receive in the mailbox, with the lock held. Its memory is claimed.
-
-        The lock need not be held here.
-        """
+    def post(self, handle: Posted[Any]) -> MailboxReceive:
+        """Return the receive to post in the mailbox. Its memory is claimed. The lock need not be held here."""
         works, later = self._asked.work()
         asked, messenger = self._asked, self._messenger
         self.paused = False
@@ -267,7 +266,7 @@ class Receiving:
         messenger.pending.posted[self.ref] = self
         if works:
             attach(handle, works)
-        return partial(messenger.mailbox.receive, wanted)
+        return wanted
 
     def take(self) -> bool:
         """Hold the handle from now on, since a message matches. Return False if the program has dropped the handle."""
@@ -344,7 +343,7 @@ class Receiving:
         why = self._messenger.dispatcher.lifetime.refusal
         if self.paused and internals.is_pending(handle) and why is None:
             try:
-                self.post(handle)()
+                self._messenger.mailbox.receive(self.post(handle))
             except BaseException:
                 release(self._asked.claims)
                 raise

@@ -154,7 +154,7 @@ class Settlement:
                 value = convert(result)
             except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
                 error = raised
-        self._progress.start_from_thread(partial(self._converted, operation, result, value, error))
+        self._progress.start_from_thread(self._converted, operation, result, value, error)
 
     def _converted(
         self, operation: CommunicatorOperation, result: object, value: object, error: BaseException | None

@@ -19,7 +19,7 @@ from functools import partial
 from math import inf
 from random import Random
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVarTuple, cast
 from weakref import ref
 
 from aiodist import _core
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from aiodist.handles import Handle
 
 GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
+Ts = TypeVarTuple("Ts")
+
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
 _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
@@ -291,13 +293,13 @@ class _OneThread(Progress):
         self.timers = _LoopTimers(loop)
         self.fair = False  # which awaits yield would depend on the machine's speed
 
-    def start(self, call: Callable[[], None]) -> None:
+    def start(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make the call now, or after the call that is being made; another thread's call is made soon, on the loop."""
         if not self.owns_thread():
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self.loop.call_soon_threadsafe(self.start, call)
+                self.loop.call_soon_threadsafe(self.start, call, *args)
             return
-        self.inbox.append(call)
+        self.inbox.append((call, args))
         if self._inside:
             return
         # Another thread may hold the lock for another loop: a call that did not wait would come in another order.
@@ -307,7 +309,8 @@ class _OneThread(Progress):
             self._inside = True
             try:
                 while self.inbox:
-                    self.inbox.popleft()()
+                    made, given = self.inbox.popleft()
+                    made(*given)
                 polled = self.pending()
             finally:
                 self._inside = False

@@ -25,7 +25,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -375,7 +374,7 @@ class ReleaseNotices(Quiet):
         if numbers is None:
             self._parted.add(rank)
         else:
-            self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
+            self._progress.post(self._progress.start, self._mappings.release, rank, numbers)
 
     async def aclose(self) -> None:
         """Stop the notices, then close everything, the mappings of the borrowers first.

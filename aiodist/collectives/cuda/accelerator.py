@@ -221,19 +221,19 @@ class Accelerator:
             self._checking = False
             return
         self._checking = any(slots.taken for slots in self._slots.values()) or self._progress.pending()
-        self._progress.start(partial(self._check_groups, self._groups))
+        self._progress.start(self._check_groups, self._groups)
         if self._checking:
             self._progress.loop.call_later(_CHECK_SECONDS, self._check)
 
     def _check_groups(self, groups: nccl.NcclGroups) -> None:
         for group in groups:
             if isinstance(error := group.poll_error(), AiodistError):
-                self._progress.post(partial(self._failed, group.name.rpartition(" #")[0], error))
+                self._progress.post(self._failed, group.name.rpartition(" #")[0], error)
 
     def abort(self, name: str, error: AiodistError) -> None:
         """Abort the NCCL groups of the communicator `name` (loop's thread)."""
         for group in self.groups_of(name):
-            self._progress.start(partial(group.abort, error))
+            self._progress.start(group.abort, error)
 
     def groups_of(self, name: str) -> list[nccl.NcclGroup]:
         """Return the NCCL groups of the communicator `name`."""

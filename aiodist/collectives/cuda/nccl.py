@@ -71,7 +71,7 @@ class Slots:
         if device not in self.taken.get(tag % LANE_TAGS, {}) or self._used[:1] not in ([], [device]):
             return False
         if not self._used:
-            self._progress.post(partial(self._use, device))
+            self._progress.post(self._use, device)
         return True
 
     def release(self, tag: int) -> None:

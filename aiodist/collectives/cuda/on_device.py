@@ -102,7 +102,7 @@ class DeviceWork:
             self._awaited = None
         self.fence.reached(None)
         # On the loop, since the calling thread may hold the transport lock.
-        self._progress.post(partial(self._progress.start, self._on_queued))
+        self._progress.post(self._progress.start, self._on_queued)
 
     def lend(self, result: object) -> None:
         """Protect the memory of a result, made on this stream, from reuse while the caller's stream reads it.
