@@ -128,7 +128,7 @@ class _Run:
                 self.end(None, ours(raised) if isinstance(raised, _UNEXPECTED) else raised)
                 return
             self.error = None
-            # One more than the parts, so that a part that ends immediately does not resume the program inside this loop.
+            # One more than the parts, so that a part that ends immediately does not resume the program in this loop.
             self.left = len(self.step) + 1
             for part in self.step:
                 done = _PartDone(self)

@@ -60,7 +60,7 @@ class LocalHub:
         over: list[TransportReceive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
         for (name, _), others in self.waiting.items():
             if name == comm:
-                over += others.cancel_messages(lambda message: message.src == rank)
+                over += others.cancel_messages([message for message in others.messages if message.src == rank])
         tell((one.done, gone) for one in over)
 
     def deliver(self, message: LocalMessage, receive: TransportReceive) -> None:

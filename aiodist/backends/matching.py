@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -124,13 +124,13 @@ class Matching(Generic[R, M]):
         """Remove a receive that waits."""
         _remove(self._receives, receive)
 
-    def cancel_receives(self, which: Callable[[R], bool] | None = None) -> list[R]:
-        """Remove the receives for which `which` is true, or all receives. Return the removed ones in order."""
-        return _cancel(self._receives, which)
+    def cancel_receives(self, which: list[R] | None = None) -> list[R]:
+        """Remove and return some of `receives`, or all."""
+        return _cancel(self._receives, self.receives if which is None else which)
 
-    def cancel_messages(self, which: Callable[[M], bool] | None = None) -> list[M]:
-        """Remove the messages for which `which` is true, or all messages. Return the removed ones in order."""
-        return _cancel(self._messages, which)
+    def cancel_messages(self, which: list[M] | None = None) -> list[M]:
+        """Remove and return some of `messages`, or all."""
+        return _cancel(self._messages, self.messages if which is None else which)
 
 
 def _take(table: dict[int, list[T]], tags: Sequence[int], src: int, kind: int) -> T | None:
@@ -162,8 +162,7 @@ def _remove(table: dict[int, list[T]], one: T) -> None:
         del table[one.tag]
 
 
-def _cancel(table: dict[int, list[T]], which: Callable[[T], bool] | None) -> list[T]:
-    cancelled = [one for one in _in_order(table) if which is None or which(one)]
-    for one in cancelled:
+def _cancel(table: dict[int, list[T]], which: list[T]) -> list[T]:
+    for one in which:
         _remove(table, one)
-    return cancelled
+    return which

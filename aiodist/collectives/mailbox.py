@@ -225,8 +225,7 @@ class Mailbox:
                     self._unanswered.pop(header.number)(None)
                 else:
                     self.arrived(MailboxMessage.read(header, self._came))
-                if self._matching.expects or self._unanswered:
-                    self.listen()
+                self.listen()
         except Exception as raised:  # noqa: BLE001  - the frame may be for any receive, so all fail
             error = ours(raised)
         if error is not None:
@@ -305,7 +304,8 @@ class Mailbox:
 
     def match_again(self) -> None:
         """Deliver the messages that were put back to matching receives."""
-        for message in self._matching.cancel_messages(lambda message: message.place == DataPlace.RETURNED):
+        returned = [message for message in self._matching.messages if message.place == DataPlace.RETURNED]
+        for message in self._matching.cancel_messages(returned):
             self.arrived(message)
 
     # --- delivery -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events
 from aiodist.testing.seams.cuda import DeviceWork, on_devices
-from aiodist.testing.seams.progress import run, transfer
+from aiodist.testing.seams.progress import run, transfers
 from aiodist.testing.seams.transport import Done
 from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -138,7 +138,7 @@ async def test_s2_threads_hand_the_gil_over_sooner_while_it_is_under_way(dropped
     usual, waiting, told = sys.getswitchinterval(), list[Done](), list[Any]()
 
     async def program() -> None:
-        await transfer(waiting.append)
+        await transfers([(waiting.append,)])
 
     progress = Progress.current()
     work = DeviceWork(progress, torch.cuda.Stream())

@@ -14,7 +14,7 @@ import torch
 from aiodist import Communicator, gather
 from aiodist.communicator import parts_of
 from aiodist.testing.seams.algorithms import NativeCollectives, Program
-from aiodist.testing.seams.progress import transfer
+from aiodist.testing.seams.progress import transfers
 from aiodist.testing.seams.transport import Done
 
 
@@ -74,6 +74,6 @@ def _late(coll: Communicator, run: Callable[..., Program[None]]) -> Callable[...
     async def run_late(self: NativeCollectives, *arguments: Any) -> None:
         await run(self, *arguments)
         if self.name == "shm":
-            await transfer(pause)
+            await transfers([(pause,)])
 
     return run_late

@@ -10,7 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("aiodist", "handles", "streams", "nn")
 TOOLS = ("bench", "testing", "cli.py")  # commands, and what tests run in
-NEVER_CHANGED = {"TypeVar", "ParamSpec", "Struct", "nullcontext", "torch.empty", "logging.getLogger", "_memmove"}
+NEVER_CHANGED = {
+    "TypeVar",
+    "TypeVarTuple",
+    "ParamSpec",
+    "Struct",
+    "nullcontext",
+    "torch.empty",
+    "logging.getLogger",
+    "_memmove",
+}
 
 
 def found_state() -> dict[str, set[str]]:

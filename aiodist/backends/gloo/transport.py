@@ -80,8 +80,9 @@ class Inbox:
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Fail the receives that need `rank` (see [Note: lost peers])."""
-        self._matching.cancel_messages(lambda message: message.src == rank and message.offer != 0)
-        failed = self._matching.cancel_receives(lambda wanted: wanted.src in (rank, ANY))
+        matching = self._matching
+        matching.cancel_messages([message for message in matching.messages if message.src == rank and message.offer])
+        failed = matching.cancel_receives([wanted for wanted in matching.receives if wanted.src in (rank, ANY)])
         if all(wanted.src == rank for wanted in failed):
             self._unreported = error
         tell((wanted.done, again(error)) for wanted in failed)

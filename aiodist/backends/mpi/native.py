@@ -52,11 +52,8 @@ class Pipeline:
         while self._waiting and self._moving < _PIPELINED_AT_ONCE:
             piece, op, joined = self._waiting.popleft()
             self._moving += 1
-            call = partial(self._start, piece, op)
-            start(self._requests, call, piece.nbytes, partial(self._ended, piece, op, joined))
-
-    def _start(self, piece: Tensor, op: ReduceOp) -> MPI.Request:
-        return self.comm.Iallreduce(MPI.IN_PLACE, spec(piece), _SUMS[op])
+            ended = partial(self._ended, piece, op, joined)
+            start(self._requests, piece.nbytes, ended, self.comm.Iallreduce, MPI.IN_PLACE, spec(piece), _SUMS[op])
 
     def _ended(self, piece: Tensor, op: ReduceOp, joined: Done, error: BaseException | None) -> None:
         self._moving -= 1
@@ -76,7 +73,6 @@ class MpiNative:
     def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm
         self._requests = requests
-        self._start = partial(start, requests)
         self._pipeline = pipeline
 
     def supports(self, wanted: Wanted) -> bool:
@@ -100,7 +96,7 @@ class MpiNative:
         else:
             if op is ReduceOp.MEAN:
                 done = _divided(t, self._comm.size, done)
-            self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
+            start(self._requests, t.nbytes, done, self._comm.Iallreduce, MPI.IN_PLACE, spec(t), _SUMS[op])
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
         """Return a function that starts an allreduce with arguments computed in advance."""
@@ -135,23 +131,23 @@ class MpiNative:
         return begin
 
     def _broadcast(self, o: Primitive, done: Done) -> None:
-        self._start(lambda: self._comm.Ibcast(spec(bytes_of(o.t)), o.root), o.t.nbytes, done)
+        start(self._requests, o.t.nbytes, done, self._comm.Ibcast, spec(bytes_of(o.t)), o.root)
 
     def _reduce(self, o: Primitive, done: Done) -> None:
         mine, into = (MPI.IN_PLACE, spec(o.t)) if self._comm.rank == o.root else (spec(o.t), None)
-        self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
+        start(self._requests, o.t.nbytes, done, self._comm.Ireduce, mine, into, OPS[o.op], o.root)
 
     def _allgather(self, o: Primitive, done: Done) -> None:
         """Gather blocks of equal size. Blocks of unequal sizes are not gathered natively."""
         everything = [address(o.out.data_ptr(), o.out.nbytes), o.t.nbytes, MPI.BYTE]
-        self._start(lambda: self._comm.Iallgather(spec(bytes_of(o.t)), everything), o.out.nbytes, done)
+        start(self._requests, o.out.nbytes, done, self._comm.Iallgather, spec(bytes_of(o.t)), everything)
 
     def _reduce_scatter(self, o: Primitive, done: Done) -> None:
-        call = partial(self._comm.Ireduce_scatter, spec(o.t), spec(o.out), list(o.counts), OPS[o.op])
-        self._start(call, o.t.nbytes, done)
+        args = spec(o.t), spec(o.out), list(o.counts), OPS[o.op]
+        start(self._requests, o.t.nbytes, done, self._comm.Ireduce_scatter, *args)
 
     def _scan(self, o: Primitive, done: Done) -> None:
-        self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(o.t), OPS[o.op]), o.t.nbytes, done)
+        start(self._requests, o.t.nbytes, done, self._comm.Iscan, MPI.IN_PLACE, spec(o.t), OPS[o.op])
 
 
 _STARTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from aiodist.backends.base import Done, again, ours, tell
 from aiodist.backends.mpi.library import DTYPES, MPI, as_backend_error
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
+
+Ts = TypeVarTuple("Ts")
 
 _WINDOW = 64  # requests that one poll tests
 _STIR_SECONDS = 0.25  # longer than the time between two checks of a watchdog
@@ -133,13 +135,13 @@ def request_handle(request: MPI.Request) -> Handle[None]:
     return from_source(_RequestSource(request), "request", origin=Origin.here())
 
 
-def start(requests: Requests, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
+def start(requests: Requests, nbytes: int, done: Done, call: Callable[[*Ts], MPI.Request], *args: *Ts) -> None:
     """Make a native call and track the request, or pass an exception to `done`."""
     if requests.left is not None:
         done(again(requests.left))
         return
     try:
-        request = call()
+        request = call(*args)
     except MPI.Exception as error:
         done(as_backend_error(error))
     except Exception as error:  # noqa: BLE001  - as above

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -58,12 +58,12 @@ class MpiTransport:
         if t.nbytes <= _SHORT_BYTES:
             self._send_short(t, dst, tag, done)
         else:
-            self._transfer(t, done, lambda piece: self._comm.Isend(piece, dst, tag))
+            self._transfer(t, done, self._comm.Isend, dst, tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Irecv of bytes, in chunks of at most 1 GiB."""
         source = MPI.ANY_SOURCE if src == ANY else src
-        self._transfer(t, done, lambda piece: self._comm.Irecv(piece, source, tag))
+        self._transfer(t, done, self._comm.Irecv, source, tag)
 
     def _send_short(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send a short message. Most libraries copy the bytes, so the finished request needs no polls."""
@@ -82,12 +82,12 @@ class MpiTransport:
         else:
             self._requests.track(request, done, nbytes)
 
-    def _transfer(self, t: Tensor, done: Done, call: Callable[[Any], MPI.Request]) -> None:
+    def _transfer(self, t: Tensor, done: Done, call: Callable[..., MPI.Request], peer: int, tag: int) -> None:
         flat = bytes_of(t)
         pieces = flat.split(PIECE_BYTES) if flat.nbytes > PIECE_BYTES else (flat,)
         joined = join(len(pieces), done) if len(pieces) > 1 else done
         for piece in pieces:
-            start(self._requests, lambda piece=piece: call(spec(piece)), piece.nbytes, joined)  # type: ignore[misc]
+            start(self._requests, piece.nbytes, joined, call, spec(piece), peer, tag)
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         """Create a communicator among `ranks`.

@@ -251,7 +251,7 @@ class Messages:
         for comm in [comm for comm, ranks in self._members.items() if peer.rank in ranks]:
             box = self.box(comm)
             assert box is not None
-            waiting = box.cancel_receives(lambda receive: receive.src in (ANY, peer.rank))
+            waiting = box.cancel_receives([receive for receive in box.receives if receive.src in (ANY, peer.rank)])
             failed += waiting
             if all(receive.src != ANY for receive in waiting):
                 self._unreported[comm] = peer.rank

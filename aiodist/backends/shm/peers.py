@@ -344,7 +344,8 @@ class ShmPeer:
 
     def _withdrawn(self, number: int) -> tuple[ShmReceive, BaseException] | None:
         for box in self._messages.boxes.values():
-            if box.cancel_messages(lambda message: message.src == self.rank and message.number == number):
+            if withdrawn := [one for one in box.messages if one.src == self.rank and one.number == number]:
+                box.cancel_messages(withdrawn)
                 break
         receive = self._brought.pop(number, None) or self._fetched.pop(number, None)
         self._say(_DISCARDED, number)
@@ -421,7 +422,7 @@ class ShmPeer:
         """Stop after the loss of the rank: return the pending operations, and forget announced messages."""
         self.gone = True
         for box in self._messages.boxes.values():
-            box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
+            box.cancel_messages([one for one in box.messages if one.src == self.rank and one.data is None])
         pending: list[ShmSend | ShmReceive] = [one for one in self.waiting if isinstance(one, ShmSend)]
         pending += [*self._offered.values(), *self._brought.values(), *self._fetched.values()]
         for operation in pending:

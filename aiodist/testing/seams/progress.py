@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiodist.handles.kernel import run, transfer, transfers
+from aiodist.handles.kernel import run, transfers
 from aiodist.handles.polling import alarm, transport_lock
 from aiodist.handles.progress_thread import progress_thread
 from aiodist.nn.data_parallel import compute_of, reducer_of
@@ -15,7 +15,6 @@ __all__ = [
     "progress_thread",
     "reducer_of",
     "run",
-    "transfer",
     "transfers",
     "transport_lock",
 ]
