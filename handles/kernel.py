@@ -89,7 +89,7 @@ async def _keep_result(program: Program[T], results: list[T], i: int) -> None:
     results[i] = await program
 
 
-def run(program: Program[T], finish: Finish, ended: Callable[[], None] | None = None) -> None:
+def run(program: Program[T], finish: Finish | None = None, ended: Callable[[], None] | None = None) -> None:
     """Run `program` to its end, with the transport lock held. Raise only errors of `finish`.
 
     Two callbacks are called exactly once: `finish(result, error)` with the outcome, and `ended()` when no transfer of

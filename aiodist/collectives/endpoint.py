@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -45,8 +44,8 @@ class DeviceMessages(Protocol):
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive like `Transport.irecv`. Done when later work of the current stream can use the data."""
 
-    def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
-        """Call `then` with a copy of `t` in memory of the host, or with an error."""
+    def fetch(self, host: Tensor, t: Tensor, done: Done) -> None:
+        """Copy `t` to `host`, of the same shape and dtype, after the earlier work of the current stream."""
 
     def put(self, host: Tensor, t: Tensor, done: Done) -> None:
         """Copy `host` to `t`, of the same shape and dtype, after the earlier work of the current stream."""
@@ -63,21 +62,16 @@ class Differ(Exception):
         self.seq = seq
 
 
-def _end(error: BaseException | None, done: Done) -> None:
-    done(error)
-
-
-_AGREED = partial(_end, None)
-
-
 @dataclass(eq=False, slots=True)
 class Traffic:
     """The record of the messages of one operation on this rank."""
 
     rooms: list[Tensor] | None = None
     """Reused buffers for receives that may match a longer message, or None if no receive may."""
-    agreed: Callable[[Done], None] = _AGREED
-    """Calls back when all ranks have issued this operation, or with an error."""
+    comparison: Callable[[Done], None] | None = None
+    """Waits for the comparison of the ranks, or None after the comparison."""
+    difference: BaseException | None = None
+    """Error of the comparison."""
     stopped_by: BaseException | None = None
     """Error that later sends and receives raise, or None."""
     native: int = 0
@@ -128,8 +122,14 @@ class Traffic:
 
     def decided(self, error: BaseException | None) -> None:
         """Note that the comparison has ended, with `error` or None."""
-        self.agreed = partial(_end, error)
-        self.rooms = None
+        self.comparison, self.difference, self.rooms = None, error, None
+
+    async def agreed(self) -> None:
+        """Return when all ranks have issued this operation, or raise the error of the comparison."""
+        if self.comparison is not None:
+            await transfer(self.comparison)
+        elif self.difference is not None:
+            raise self.difference
 
     @property
     def begun(self) -> bool:
@@ -252,7 +252,7 @@ class Endpoint:
     async def known(self) -> None:
         """Wait until the ranks are known to agree. Before that, received data may be of another operation."""
         if self.traffic is not None:
-            await transfer(self.traffic.agreed)
+            await self.traffic.agreed()
 
 
 class Implementation(ABC):

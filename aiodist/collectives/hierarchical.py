@@ -18,7 +18,7 @@ from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.endpoint import Differ, Endpoint, Implementation, Traffic
 from aiodist.collectives.scheduled import Scheduled
-from aiodist.handles.kernel import together, transfer
+from aiodist.handles.kernel import together
 from aiodist.types import ReduceOp
 
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
@@ -157,7 +157,7 @@ class Hierarchical(Implementation):
         try:
             for (large, short), group in sorted(groups.items(), key=itemgetter(0)):
                 if large and traffic is not None:
-                    await transfer(traffic.agreed)
+                    await traffic.agreed()
                 schedule = self._tree if group[0].kind != "allreduce" else self._short if short else self._long
                 await schedule.run(ep, group)
         except Exception:
@@ -168,7 +168,7 @@ class Hierarchical(Implementation):
 
 async def _agreed(traffic: Traffic) -> bool:
     try:
-        await transfer(traffic.agreed)
+        await traffic.agreed()
     except Differ:
         return False
     return True

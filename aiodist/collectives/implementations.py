@@ -39,7 +39,7 @@ from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation, Tr
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendError, BackendUnavailable
-from aiodist.handles.kernel import Transfer, transfer, transfers
+from aiodist.handles.kernel import Transfer, transfers
 from aiodist.schedules import SCHEDULES
 from aiodist.types import REDUCTIONS, ReduceOp
 
@@ -349,7 +349,7 @@ class Primitives:
                 traffic.native += not chosen.recallable
                 sizes = [max(o.t.nbytes, o.out.nbytes) for o in members]
                 if chosen.in_order or (not chosen.compares and max(sizes) >= COMPARED_BYTES):
-                    await transfer(traffic.agreed)
+                    await traffic.agreed()
                 await chosen.run(self.ep, members)
                 traffic.native -= not chosen.recallable
         for given, o in converted:

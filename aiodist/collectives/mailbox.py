@@ -12,12 +12,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from ctypes import string_at
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport, guarded, ignore, keeping, ours, tell
+from aiodist.backends.base import Done, Transport, ignore, ours, tell
 from aiodist.backends.header import Header
 from aiodist.backends.matching import Matching
 from aiodist.collectives.cuda.on_device import on_devices
@@ -118,7 +117,8 @@ class Mailbox:
         if dst == self._transport.rank:
             meta = unpack_meta(pack_meta(t))
             message = MailboxMessage(dst, tag, number, meta, t.nbytes, DataPlace.INLINE, flags, kind=kind)
-            await transfers([*step, (self._to_itself, message, bytes_of(t))])
+            message.data = await self._copied(bytes_of(t))
+            await transfers([*step, (self._to_itself, message)])
             return
         place, size = DataPlace.AFTER if t.is_cpu else DataPlace.PIECES, 0
         if t.is_cpu and t.nbytes <= INLINE_BYTES:
@@ -146,19 +146,18 @@ class Mailbox:
             self._unanswered[number] = done
             self.listen()
 
-    def _to_itself(self, message: MailboxMessage, flat: Tensor, done: Done) -> None:
-        # A copy on a device is queued on the stream that is current now.
-        def copied(data: Tensor | None, error: BaseException | None) -> None:
-            if data is not None:
-                message.data = data
-                self.arrived(message)
-            done(error)
-
+    async def _copied(self, flat: Tensor) -> Tensor:
+        """Return a copy of `flat` on the host."""
         if flat.is_cpu:
-            copied(flat.clone(), None)
-        else:
-            assert self.device_messages is not None
-            self.device_messages.fetch(flat, copied)
+            return flat.clone()
+        assert self.device_messages is not None
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
+        await transfer(self.device_messages.fetch, host, flat)
+        return host
+
+    def _to_itself(self, message: MailboxMessage, done: Done) -> None:
+        self.arrived(message)
+        done(None)
 
     def _frame(self, header: Header, t: Tensor | None, dst: int) -> Tensor:
         """Return a frame for rank `dst`, with the first `header.size` bytes of `t`."""
@@ -177,8 +176,7 @@ class Mailbox:
             return
         header = Header(MessageKind.ANSWER, self._transport.rank, number=message.number)
         answer = self._frame(header, None, message.src)
-        # A lost rank waits for no answer, so the outcome is ignored.
-        guarded(partial(self._transport.isend, answer, message.src, _FRAME_TAG), keeping(answer, ignore))
+        run(transfer(self._transport.isend, answer, message.src, _FRAME_TAG))  # a lost rank waits for no answer
 
     async def part(self) -> None:
         """Send a farewell to the next rank, and receive frames until the farewell of the previous rank, in a ring.
@@ -281,14 +279,7 @@ class Mailbox:
         assert message is not None
         message.place, message.data = DataPlace.RETURNED, None
         self._matching.keep(message)
-
-        def finished(arrived: Arrived | None, error: BaseException | None) -> None:
-            message.data = None if arrived is None else bytes_of(arrived.data.cpu())
-            message.error = error
-            waiting, message.waiting = message.waiting, []
-            tell((done, None) for done in waiting)
-
-        return finished
+        return message.end_transfer
 
     def take_back(self, wanted: MailboxReceive, data: Tensor | Unpacked) -> None:
         """Put the message of `wanted`, which was received as `data`, back into its old place."""

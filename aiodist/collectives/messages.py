@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from aiodist.backends.arithmetic import copy
-from aiodist.backends.base import Done, dtype_name
+from aiodist.backends.base import Done, dtype_name, tell
 from aiodist.backends.header import HEADER_BYTES, Header
 from aiodist.backends.matching import PostedReceive, UnexpectedMessage
 from aiodist.collectives.cuda.on_device import DeviceWork
@@ -159,6 +159,13 @@ class MailboxMessage(UnexpectedMessage):
         inline = bytes(data[_DATA_AT : _DATA_AT + size]) if place == DataPlace.INLINE else None
         meta = unpack_meta(data, HEADER_BYTES)
         return MailboxMessage(src, tag, number, meta, nbytes, place, flags, inline, kind=kind)
+
+    def end_transfer(self, arrived: Arrived | None, error: BaseException | None) -> None:
+        """Take the bytes of a message that was put back before the end of its transfer, or the error."""
+        self.data = None if arrived is None else bytes_of(arrived.data.cpu())
+        self.error = error
+        waiting, self.waiting = self.waiting, []
+        tell((done, None) for done in waiting)
 
     def fill(self, into: Tensor) -> None:
         """Copy the bytes, which this rank has, to the front of `into`."""

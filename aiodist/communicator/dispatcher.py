@@ -308,7 +308,7 @@ class Dispatcher:
         acquire(operation.claims, handle)
         operation.set_in_place(any(claim.writes for claim in operation.claims))
         if operation.traffic is not None:
-            operation.traffic.agreed = operation.agreed.wait
+            operation.traffic.comparison = operation.agreed.wait
         self.operations.add(operation)
         if self._observer is not None or not self.watchdog.watch.watching:
             self.watch_over(handle, None if operation.meets is True else operation.meets)

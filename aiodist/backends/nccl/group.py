@@ -14,7 +14,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from aiodist.backends.arithmetic import divide
 from aiodist.backends.base import Done, again, started
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
@@ -45,8 +47,8 @@ class NcclCall(NamedTuple):
     launch: Launch
     what: str
     done: Done
-    after: Callable[[], None] | None = None
-    """Queues more work on the stream after the calls."""
+    means: Sequence[Tensor] = ()
+    """Sums to divide by the number of ranks after the calls."""
     stream: torch.cuda.Stream | None = None
     """The caller's stream, or None. The calls run between the earlier and the later work of this stream."""
     awaited: torch.cuda.Event | None = None
@@ -163,16 +165,16 @@ class NcclGroup:
         what: str,
         done: Done,
         *,
-        after: Callable[[], None] | None = None,
+        means: Sequence[Tensor] = (),
         slot: LaunchSlot | None = None,
     ) -> None:
         """Enqueue the native calls of `launch` as if on the device's current stream.
 
         The calls go to the group's stream, after earlier calls or at the place of `slot` in the launch order.
-        `done(None)` is called when the calls and the work of `after` are enqueued and the caller's stream waits for
-        both. `done(error)` is called if that fails. `what` names the calls in errors.
+        `done(None)` is called when the calls and the divisions of `means` are enqueued and the caller's stream waits
+        for both. `done(error)` is called if that fails. `what` names the calls in errors.
         """
-        call = NcclCall(launch, what, done, after, torch.cuda.current_stream(self.device))
+        call = NcclCall(launch, what, done, means, torch.cuda.current_stream(self.device))
         if slot is None:
             self.submit(call)
         else:
@@ -241,7 +243,7 @@ class NcclGroup:
             return True
         self._launching = None
         error: BackendError | None = None
-        if call.stream is not None or call.after is not None:
+        if call.stream is not None or call.means:
             try:
                 self._end_on_stream(call)
             except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the call
@@ -250,12 +252,13 @@ class NcclGroup:
         return True
 
     def _end_on_stream(self, call: NcclCall) -> None:
-        """Queue the work of `after`, and let the caller's stream wait for this work and the calls."""
+        """Queue the divisions of `means`, and let the caller's stream wait for this work and the calls."""
         assert self.stream is not None
         try:
-            if call.after is not None:
+            if call.means and self.size > 1:
                 with OnStream(self.stream):
-                    call.after()
+                    for t in call.means:
+                        divide(t, self.size)
         finally:
             if call.stream is not None:
                 self._staging.order(call.stream, self.stream)

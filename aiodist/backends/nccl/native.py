@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.arithmetic import divide
 from aiodist.backends.base import DTYPES, Done, Exchange, Primitive
 from aiodist.backends.nccl.group import Launch, NcclGroup
 from aiodist.backends.nccl.launch_order import LaunchSlot
@@ -62,12 +61,6 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
     return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
 
 
-class _NcclCall(NamedTuple):
-    launch: Launch
-    after: Callable[[], None] | None = None
-    """Function that queues more work after the calls, or None."""
-
-
 @dataclass(eq=False, slots=True)
 class NcclNative:
     """NCCL calls of one operation, with a slot in the launch order, or of all operations without a slot.
@@ -86,75 +79,65 @@ class NcclNative:
 
     def start_all(self, operations: Sequence[Primitive], done: Done) -> None:
         """Enqueue several operations, launched together."""
-        parts = [_CALLS[o.kind](self, o) for o in operations if not _is_empty(o)]
-        if not parts:
+        launches = [launch for o in operations if not _is_empty(o) for launch in _LAUNCHES[o.kind](self, o)]
+        if not launches:
             done(None)
             return
-        launch, after = parts[0]
-        if len(parts) > 1:
-            launch = partial(self._together, [part.launch for part in parts])
-            after = partial(_in_turn, [part.after for part in parts if part.after is not None])
+        launch = launches[0] if len(launches) == 1 else partial(self._together, launches)
         what = ", ".join(dict.fromkeys(o.kind for o in operations))
-        self._group.call(launch, what, done, after=after, slot=self._slot)
+        results = [o for o in operations if o.kind != "reduce" or o.root == self._group.rank]
+        means = [o.out for o in results if o.op is ReduceOp.MEAN]
+        self._group.call(launch, what, done, means=means, slot=self._slot)
 
     def _together(self, launches: Sequence[Launch], comm: Any, stream: int) -> None:  # noqa: ANN401
         with self._group.library.group():
             for launch in launches:
                 launch(comm, stream)
 
-    def _allreduce(self, o: Primitive) -> _NcclCall:
+    def _allreduce(self, o: Primitive) -> list[Launch]:
         numbers = as_numbers(o.t)
         reduce = reducer(self._group, o.t.dtype, o.op)
-        return _NcclCall(lambda comm, stream: reduce(comm, numbers, stream), self._division(o))
+        return [lambda comm, stream: reduce(comm, numbers, stream)]
 
-    def _broadcast(self, o: Primitive) -> _NcclCall:
+    def _broadcast(self, o: Primitive) -> list[Launch]:
         data = bytes_of(o.t)
-        return _NcclCall(_call("broadcast", data, data, o.root))
+        return [_call("broadcast", data, data, o.root)]
 
-    def _reduce(self, o: Primitive) -> _NcclCall:
+    def _reduce(self, o: Primitive) -> list[Launch]:
         numbers = as_numbers(o.t)
-        launch = _call("reduce", numbers, numbers, self._op(o.op), o.root)
-        return _NcclCall(launch, self._division(o) if self._group.rank == o.root else None)
+        return [_call("reduce", numbers, numbers, self._op(o.op), o.root)]
 
-    def _allgather(self, o: Primitive) -> _NcclCall:
+    def _allgather(self, o: Primitive) -> list[Launch]:
         """Call ncclAllGather for equal counts, else one ncclBroadcast for each rank, launched together."""
         mine, everything = bytes_of(o.t), bytes_of(o.out)
         if len(set(o.counts)) == 1:
-            return _NcclCall(_call("allgather", mine, everything))
+            return [_call("allgather", mine, everything)]
         blocks = enumerate(_blocks(everything, [count * o.out.element_size() for count in o.counts]))
-        calls = [_call("broadcast", mine, block, root) for root, block in blocks if block.numel()]
-        return _NcclCall(partial(self._together, calls))
+        return [_call("broadcast", mine, block, root) for root, block in blocks if block.numel()]
 
-    def _reduce_scatter(self, o: Primitive) -> _NcclCall:
+    def _reduce_scatter(self, o: Primitive) -> list[Launch]:
         """Call ncclReduceScatter for equal counts, else one ncclReduce for each rank, launched together."""
         numbers, mine, native = as_numbers(o.t), as_numbers(o.out), self._op(o.op)
         if len(set(o.counts)) == 1:
-            return _NcclCall(_call("reduce_scatter", numbers, mine, native), self._division(o))
+            return [_call("reduce_scatter", numbers, mine, native)]
         parts = 2 if o.t.is_complex() else 1
         blocks = enumerate(_blocks(numbers, [count * parts for count in o.counts]))
-        calls = [_call("reduce", block, mine, native, root) for root, block in blocks if block.numel()]
-        return _NcclCall(partial(self._together, calls), self._division(o))
+        return [_call("reduce", block, mine, native, root) for root, block in blocks if block.numel()]
 
-    def _alltoall(self, o: Primitive) -> _NcclCall:
+    def _alltoall(self, o: Primitive) -> list[Launch]:
         sends, receives = o.t.split(list(o.counts)), o.out.split(list(o.received))
         return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
 
-    def _exchange(self, o: Primitive) -> _NcclCall:
+    def _exchange(self, o: Primitive) -> list[Launch]:
         assert isinstance(o, Exchange)
-        calls = [_call("send", bytes_of(t), rank) for rank, t in o.sends]
-        calls += [_call("recv", bytes_of(t), rank) for rank, t in o.receives]
-        return _NcclCall(partial(self._together, calls))
+        sends = [_call("send", bytes_of(t), rank) for rank, t in o.sends]
+        return sends + [_call("recv", bytes_of(t), rank) for rank, t in o.receives]
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[_NATIVE_OPS[op]]
 
-    def _division(self, o: Primitive) -> Callable[[], None] | None:
-        if o.op is not ReduceOp.MEAN or self._group.size == 1:
-            return None
-        return lambda: divide(o.out, self._group.size)
 
-
-_CALLS: dict[str, Callable[[NcclNative, Primitive], _NcclCall]] = {
+_LAUNCHES: dict[str, Callable[[NcclNative, Primitive], list[Launch]]] = {
     "allreduce": NcclNative._allreduce,
     "broadcast": NcclNative._broadcast,
     "reduce": NcclNative._reduce,
@@ -183,11 +166,6 @@ def _is_empty(o: Primitive) -> bool:
     if isinstance(o, Exchange):
         return not (o.sends or o.receives)
     return o.t.numel() == o.out.numel() == 0
-
-
-def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _blocks(t: Tensor, sizes: Sequence[int]) -> list[Tensor]:

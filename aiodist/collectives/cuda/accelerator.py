@@ -16,7 +16,7 @@ from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.nccl import Nccl as NcclCollectives
 from aiodist.collectives.cuda.nccl import Slots
 from aiodist.collectives.cuda.on_device import DeviceWork
-from aiodist.collectives.cuda.queued import Alone, ByNccl, NcclReductions, Queue, Queued
+from aiodist.collectives.cuda.queued import Alone, NcclReductions, Queue
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.hierarchical import Hierarchical
@@ -113,12 +113,7 @@ class Accelerator:
         if release is None:
             return DeviceWork(self._progress, stream.stream, stream.users.pop)
         self._start_checks()
-
-        def queued() -> None:
-            stream.users.pop()
-            release()
-
-        return DeviceWork(self._progress, stream.stream, queued)
+        return DeviceWork(self._progress, stream.stream, stream.users.pop, release)
 
     def _take_stream(self, device: torch.device) -> _Stream:
         """Return a stream without users, or with few users if there are `_MOST_STREAMS`."""
@@ -195,18 +190,13 @@ class Accelerator:
         group = None if slots is None else slots.first_group(device)
         if group is None or not group.opened:
             return None
-        reductions = NcclReductions(self._progress, group, kind, op)
+        reductions = NcclReductions(self._progress, group, kind, op, self._start_checks)
 
-        def queue(t: Tensor, stream: torch.cuda.Stream) -> Queued:
-            if not self._checking:
-                self._start_checks()
-            return ByNccl(reductions, t, stream)
-
-        return queue
+        return reductions.queue
 
     def queue_alone(self) -> Queue:
         """Return a function that queues reductions of a communicator with one rank."""
-        return lambda _, stream: Alone(self._progress, stream)
+        return partial(Alone, self._progress)
 
     # --- failures and the end -------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ stream, after its earlier work. When the host knows the end of this work, chunks
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
 from aiodist.streams.memory import bytes_of
 
+_Way = tuple[bool, Transport, int, int]  # True for a send, transport, the other rank, tag
 _MOST_IN_FLIGHT = 3  # chunks of one message: one is copied while another is sent
 
 
@@ -34,7 +34,7 @@ class StagedMessages:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._queues: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
+        self._queues: dict[_Way, deque[tuple[torch.cuda.Stream, Tensor, Done]]] = {}
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
         self._enqueue((True, transport, dst, tag), t, done)
@@ -42,37 +42,32 @@ class StagedMessages:
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
         self._enqueue((False, transport, src, tag), t, done)
 
-    def _enqueue(self, key: tuple[bool, Transport, int, int], t: Tensor, done: Done) -> None:
-        stream = torch.cuda.current_stream(t.device)
-        queue = self._queues.setdefault(key, deque())
-
-        def start() -> None:
-            with OnStream(stream):
-                self._begin(*key, t, start_next)
-
-        def start_next(error: BaseException | None) -> None:
-            queue.popleft()
-            if queue:
-                queue[0]()
-            else:
-                del self._queues[key]
-            done(error)
-
-        queue.append(start)
+    def _enqueue(self, way: _Way, t: Tensor, done: Done) -> None:
+        queue = self._queues.setdefault(way, deque())
+        queue.append((torch.cuda.current_stream(t.device), t, done))
         if len(queue) == 1:
-            start()
+            self._begin_first(way)
+
+    def _begin_first(self, way: _Way) -> None:
+        """Begin the first message of a queue."""
+        stream, t, _ = self._queues[way][0]
+        with OnStream(stream):
+            self._begin(*way, t, partial(self._begin_next, way))
+
+    def _begin_next(self, way: _Way, error: BaseException | None) -> None:
+        """Begin the next message of a queue after the end of the first one."""
+        _, _, done = self._queues[way].popleft()
+        if self._queues[way]:
+            self._begin_first(way)
+        else:
+            del self._queues[way]
+        done(error)
 
     def _begin(self, sends: bool, transport: Transport, peer: int, tag: int, t: Tensor, done: Done) -> None:
-        """Begin the first message of a queue."""
         (_Sending if sends else _Receiving)(self._staging, transport, t, peer, tag, done).advance()
 
-    def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
-        host = torch.empty(t.shape, dtype=t.dtype, device="cpu")
-
-        def finish(error: BaseException | None) -> None:
-            then(host if error is None else None, error)
-
-        self._staging.copy(host, t, torch.cuda.current_stream(t.device), ignore, finish)
+    def fetch(self, host: Tensor, t: Tensor, done: Done) -> None:
+        self._staging.copy(host, t, torch.cuda.current_stream(t.device), ignore, done)
 
     def put(self, host: Tensor, t: Tensor, done: Done) -> None:
         if t.numel():

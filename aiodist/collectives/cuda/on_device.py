@@ -38,10 +38,8 @@ class DeviceWork:
     The object is created on the caller's thread at issue, after the earlier work of the caller's stream.
     """
 
-    def __init__(
-        self, progress: Progress, stream: torch.cuda.Stream, on_queued: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_queued` is called once when all work is queued or is cancelled (transport lock held)."""
+    def __init__(self, progress: Progress, stream: torch.cuda.Stream, *on_queued: Callable[[], object]) -> None:
+        """`on_queued` are called once when all work is queued or is cancelled (transport lock held)."""
         self.stream = stream
         self.fence = Fence(progress, stream.device)
         self._progress = progress
@@ -76,7 +74,7 @@ class DeviceWork:
 
     def end(self, done: Done) -> None:
         """Call `done` when the device has done all queued work, as a transfer of the program."""
-        self._on_queued()
+        self._queued()
         if idle(self.stream):
             self._finish(done, None)
             return
@@ -84,6 +82,10 @@ class DeviceWork:
             self.fence.reached(self._events.watch(self.stream, partial(self._finish, done)))
         except RuntimeError as error:
             self._finish(done, device_error(error))
+
+    def _queued(self) -> None:
+        for call in self._on_queued:
+            call()
 
     def _finish(self, done: Done, error: BaseException | None) -> None:
         self.fence.reached(None)  # the event will be reused
@@ -102,7 +104,7 @@ class DeviceWork:
             self._awaited = None
         self.fence.reached(None)
         # On the loop, since the calling thread may hold the transport lock.
-        self._progress.post(self._progress.start, self._on_queued)
+        self._progress.post(self._progress.start, self._queued)
 
     def lend(self, result: object) -> None:
         """Protect the memory of a result, made on this stream, from reuse while the caller's stream reads it.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.arithmetic import divide
 from aiodist.backends.base import Done, ours
 from aiodist.backends.nccl import NcclCall, NcclGroup, as_numbers, reducer
 from aiodist.handles import Progress
@@ -48,7 +47,7 @@ class Alone(Queued):
 
     __slots__ = ("_end", "_events", "_stream")
 
-    def __init__(self, progress: Progress, stream: torch.cuda.Stream) -> None:
+    def __init__(self, progress: Progress, _: Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(progress, stream.device)
         self._stream, self._events = stream, Events.of(progress)
         self._end = None if idle(stream) else self._events.record(stream)
@@ -66,12 +65,21 @@ class Alone(Queued):
 class NcclReductions:
     """In-place reductions of tensors of `kind` by one call each of the open `group`, in launch order."""
 
-    def __init__(self, progress: Progress, group: NcclGroup, kind: dtype, op: ReduceOp) -> None:
+    def __init__(
+        self, progress: Progress, group: NcclGroup, kind: dtype, op: ReduceOp, start_checks: Callable[[], None]
+    ) -> None:
+        """`start_checks` makes sure that NCCL is asked for its errors."""
+        self._start_checks = start_checks
         self.progress = progress
         self.group = group
         self.events = Events.of(progress)
         self.reduce = reducer(group, kind, op)
         self.divides = op is ReduceOp.MEAN and group.size > 1
+
+    def queue(self, t: Tensor, stream: torch.cuda.Stream) -> Queued:
+        """See `Queue`."""
+        self._start_checks()
+        return ByNccl(self, t, stream)
 
 
 class ByNccl(Queued):
@@ -96,8 +104,8 @@ class ByNccl(Queued):
             self._slot.release()
             self._launched(ours(raised))
         else:
-            after = partial(divide, t, group.size) if self._kind.divides else None
-            call = NcclCall(self._launch, "allreduce", self._launched, after, None, self._awaited)
+            means = (t,) if self._kind.divides else ()
+            call = NcclCall(self._launch, "allreduce", self._launched, means, None, self._awaited)
             group.launch_order.add(self._slot, partial(group.submit, call), last=True)
 
     def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
