@@ -95,7 +95,7 @@ static size_t copy_strides(uint8_t *to, const uint8_t *from, size_t nbytes, uint
 
 #endif
 
-// Copies `nbytes`, without overlap, and returns the CRC-32 of zlib: `crc` continued by these bytes.
+// Copies `nbytes`, without overlap, and returns zlib's CRC-32 of earlier bytes, which is `crc`, and of these bytes.
 static uint32_t copy_checked(void *to, const void *from, size_t nbytes, uint32_t crc) {
     uint8_t *target = to;
     const uint8_t *source = from;

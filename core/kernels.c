@@ -38,7 +38,7 @@ static inline uint16_t narrow_bf16(float x) {
     return (uint16_t)(x != x ? 0x7fc0 : rounded);
 }
 
-enum { F16_SHIFT = 13, F16_BIAS = (127 - 15) << 23 };  // position of the bits of a half in those of a float
+enum { F16_SHIFT = 13, F16_BIAS = (127 - 15) << 23 };  // from the bits of a half to the bits of a float
 
 // Returns `condition ? a : b` without a branch.
 static inline int32_t pick(bool condition, int32_t a, int32_t b) { return b ^ ((a ^ b) & -(int32_t)condition); }

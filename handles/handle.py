@@ -300,8 +300,8 @@ class Handle(_core.Handle, Generic[T]):
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`, or None for the current CUDA stream. The
         stream continues after a failed operation too. Only awaiting the handle raises the error. Raises `RuntimeError`
-        without such a stream. Raises too, on the loop's thread, for an operation that the host has not begun
-        completely. Cost: 2 us.
+        if a pending operation has no place on a device, unless `stream` is a `HostStream`. Raises too, on the loop's
+        thread, for an operation that the host has not begun completely. Cost: 2 us.
         """
         fence = self._fence
         if fence is not None:

@@ -49,7 +49,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self.asleep = True
-        """True if the thread sleeps without a timeout, or is about to sleep so. The next operation must then ring."""
+        """True if the thread sleeps, or is about to sleep, without a timeout. The next operation must then ring."""
         self._doorbell = _core.Doorbell()
 
     def ring(self) -> None:

@@ -187,7 +187,7 @@ class Progress(LoopWork, Quiet):
             self.post(self._begin_polling)
 
     def _begin_polling(self) -> None:
-        """Let the loop poll from its next iteration on, and let the progress thread check that."""
+        """Let the loop poll from its next iteration on. The progress thread checks that the loop polls."""
         if self.pace is _POLLING:
             return
         self.held.add(self)

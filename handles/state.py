@@ -19,7 +19,7 @@ _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 
 
 class Status(Enum):
-    """PENDING is followed by exactly one of the other states, which is final."""
+    """PENDING is followed by exactly one of the other states. Only `PostedOperation.revoke` returns to PENDING."""
 
     PENDING = "pending"
     RETURNED = "returned"
@@ -111,7 +111,7 @@ class Fence(Protocol):
     """The place on a device at which an operation ends."""
 
     def order(self, stream: Any, handle: Any, /) -> None:  # noqa: ANN401
-        """Order `stream`, None for the current one, after the operation of `handle`."""
+        """Order `stream`, or the current stream for None, after the operation of `handle`."""
 
     def look(self) -> bool:
         """Report the end and return True if the device has reached this place (transport lock held)."""

@@ -1,4 +1,4 @@
-"""Registry of the threads that wait inside aiodist. So no thread must read another thread's frames to learn that."""
+"""Registry of the threads that wait inside aiodist. So no thread must read the frames of a waiting thread."""
 
 from __future__ import annotations
 

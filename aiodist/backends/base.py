@@ -245,7 +245,7 @@ class Primitive:
 class Exchange(Primitive):
     """Tensors of any sizes between pairs of ranks. Both ranks of a pair know the sizes.
 
-    The receives of a rank from another one match the sends of that rank in order. Some ranks may have no transfer.
+    A rank's receives from another rank match the sends of that rank in order. Some ranks may have no transfer.
     """
 
     __slots__ = ("receives", "sends")
@@ -253,7 +253,7 @@ class Exchange(Primitive):
     def __init__(
         self, like: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Each transfer is (rank, tensor). Empty ones are skipped. `like` is on the device of the tensors."""
+        """Each transfer is (rank, tensor). Empty tensors are skipped. `like` is on the device of the tensors."""
         super().__init__("exchange", like)
         self.sends = [(rank, t) for rank, t in sends if t.numel()]
         self.receives = [(rank, t) for rank, t in receives if t.numel()]
@@ -294,7 +294,7 @@ class Native(Protocol):
         """Start a supported operation. All ranks give the same key, which no operation in flight has."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return a function that starts an allreduce of `numel` elements of `kind`; None if one call cannot do so."""
+        """Return a function that starts an allreduce of `numel` elements of `kind`; None if one call is not enough."""
 
 
 class Transport(Protocol):

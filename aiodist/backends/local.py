@@ -81,7 +81,7 @@ class LocalHub:
                 self._draining = False
 
     def _copy_next(self) -> None:
-        """Copy the bytes of the next delivery, or with a seed of a drawn one."""
+        """Copy the bytes of the next delivery, or with a seed of a delivery that is drawn."""
         if not self._ready:
             return
         if self._random is not None:

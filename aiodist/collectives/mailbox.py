@@ -57,7 +57,7 @@ class Mailbox:
         self._matching: Matching[MailboxReceive, MailboxMessage] = Matching()
         self._listening = self._looping = self._farewell_came = False
         self.sent: Counter[int] = Counter()
-        """Number of frames sent to each other rank, where `heard` of this rank is equal if no frame is in flight."""
+        """Number of frames sent to each other rank, whose `heard` of this rank is equal if no frame is in flight."""
         self.heard: Counter[int] = Counter()
         self._number = 0
         self._lines: dict[int, object] = {}

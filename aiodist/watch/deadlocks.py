@@ -41,7 +41,7 @@ class _Round(NamedTuple):
 
 
 class Deadlocks(Quiet):
-    """One rank's part."""
+    """One rank's part in the search for deadlocks."""
 
     def __init__(self, watch: Watch, channel: Channel) -> None:
         self._watch = watch

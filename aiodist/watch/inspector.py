@@ -91,7 +91,7 @@ class Inspector:
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "thread": stack_of_thread(threading.main_thread().ident or 0),  # the loop may run in another one
+            "thread": stack_of_thread(threading.main_thread().ident or 0),  # the loop may run in another thread
             "waits": [{"what": what, "seconds": seconds, "ranks": ranks} for what, seconds, ranks in watch.waits()],
             "communicators": {name: member.as_json() for name, member in list(watch.members.items())},
         }

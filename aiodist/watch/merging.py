@@ -42,7 +42,7 @@ class RankClock:
     """Largest error, in seconds."""
 
     def shared(self, time: float) -> float:
-        """Convert a time of this rank to the first one's clock, with linear drift between the measurements."""
+        """Convert a time of this rank to the first rank's clock, with linear drift between the measurements."""
         if not self.measured:
             return time
         (first, offset), (last, then) = self.measured[0], self.measured[-1]

@@ -63,8 +63,8 @@ def thread_at_work(progress: Progress) -> str:
     """
     for _ in range(2):
         threads = {thread.ident: thread for thread in threading.enumerate()}
-        # Threads of `_thread` and of libraries, such as autograd's, are only here, while they run Python code. Only the
-        # keys are read, no frames.
+        # Threads of `_thread` and of libraries, such as autograd's, are only in this dict, while they run Python code.
+        # Only the keys are read, no frames.
         for ident in threads.keys() | sys._current_frames().keys():
             thread = threads.get(ident)
             if ident != progress.thread_id and not _is_harmless(thread) and not is_waiting(ident or 0):

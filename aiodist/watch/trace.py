@@ -64,7 +64,7 @@ class Recording:
     """One rank's part in a trace."""
 
     def __init__(self, coll: Communicator, folder: Path, *, own: bool) -> None:
-        """True for `own` prepares the folder and merges the files. Otherwise the launcher does that."""
+        """True for `own` prepares the folder and merges the files. If False, the launcher does both."""
         self._coll = coll
         self._folder = folder
         self._own = own

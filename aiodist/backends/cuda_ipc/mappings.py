@@ -45,7 +45,7 @@ _HEAD = struct.Struct("<BBHIqqq")
 """Kind of the frame, dtype, bytes of text, count of dead numbers, then number, offset, elements."""
 
 _KNOWN, _DESCRIBED, _FAILED = range(3)
-_MOST_DEAD = 8  # dead numbers in one frame, with the rest in the next one
+_MOST_DEAD = 8  # dead numbers in one frame; the next frame has the rest
 _DESCRIPTION_BYTES = 400  # torch's have 300
 FRAME_BYTES = 512
 """Bytes of an announcement: numbers of dead storages, then a description or the reason for a missing one."""
@@ -264,7 +264,7 @@ class Loan:
         self._borrowed: dict[int, _Borrowed] = {}
 
     def announce(self, rank: int, failure: Exception | None = None) -> bytearray:
-        """Return the frame that announces my tensor or my failure to `rank`."""
+        """Return the frame that announces this rank's tensor or failure to `rank`."""
         t = self._t
         if failure is None:
             try:
@@ -278,7 +278,7 @@ class Loan:
         return _frame(_FAILED, t.dtype, (0, 0, 0), (), str(failure).encode()[: FRAME_BYTES - _HEAD.size])
 
     def _describe(self, rank: int) -> tuple[_Lent, bytes | None]:
-        """Return my lent storage, with a description for `rank`, or None after the acknowledgement of `rank`."""
+        """Return this rank's lent storage, with a description for `rank` unless `rank` knows it."""
         if self._lent is None:
             self._lent = self._mappings.lend(self._t)
         if rank in self._lent.known:

@@ -1,9 +1,9 @@
 """Communicators over gloo, and the creation of the world's communicator.
 
 [Note: lost peers] When a rank cannot be reached, pending and later operations with that rank fail. Receives from any
-source fail once for each loss: the waiting ones, or else the next one without a message. Later receives wait for the
-other ranks. Messages that arrived completely before the loss are still received. Messages that were only announced are
-lost.
+source fail once for each loss: all waiting receives, or else the next receive that finds no message. Later receives
+wait for the other ranks. Messages that arrived completely before the loss are still received. Messages that were only
+announced are lost.
 """
 
 from __future__ import annotations

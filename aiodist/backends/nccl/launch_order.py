@@ -86,6 +86,6 @@ class LaunchSlot:
         self._order.add(self, call)
 
     def release(self) -> None:
-        """Accept no more calls. Waiting ones are still made. A second call does nothing."""
+        """Accept no more calls. Waiting calls are still made. A second call does nothing."""
         self.released = True
         self._order.move()

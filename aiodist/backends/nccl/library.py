@@ -203,7 +203,7 @@ def missing() -> str | None:
 
 
 def version_installed() -> tuple[int, ...]:
-    """Return the version of NCCL's wheel, such as (2, 32, 3), or () if none is installed, without a load.
+    """Return the version of NCCL's wheel, such as (2, 32, 3), or () if none is installed. NCCL is not loaded.
 
     The wheel for torch's CUDA counts if two wheels are installed.
     """

@@ -132,7 +132,7 @@ class ShmLane:
         lanes.meet(self)
 
     def meet(self) -> bool:
-        """Join the lanes that other ranks have opened. Return True if all have."""
+        """Join the lanes that other ranks have opened. Return True if all lanes are joined."""
         for rank, other in list(self._unmet.items()):
             block = other.named_memory(self._name, _core.BLOCK_BYTES)
             if self._closed or block is not None:

@@ -1,9 +1,9 @@
 """All messages between this rank and the others of its host, on every communicator. Has a poller of `Progress`.
 
 [Note: lost ranks] When the process of a rank has ended, pending and later sends and receives with that rank fail. On
-each communicator of that rank, receives from any source fail once: the waiting ones, or else the next one without a
-message. Later receives wait for the other ranks. Short messages of the lost rank are still received. Long messages are
-lost unless all bytes had arrived.
+each communicator of that rank, receives from any source fail once: all waiting receives, or else the next receive that
+finds no message. Later receives wait for the other ranks. Short messages of the lost rank are still received. Long
+messages are lost unless all bytes had arrived.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ class ShmPeer:
             self.rings.give_back(message.cost)
 
     def abort(self, comm: int | None, error: BaseException) -> None:
-        """End the pending operations of a communicator, or of all."""
+        """End the pending operations of a communicator, or for None of all communicators."""
         for waiting in [one for one in self.waiting if isinstance(one, ShmSend) and comm in (None, one.comm)]:
             self.waiting.remove(waiting)
             self._messages.finish(waiting, error)

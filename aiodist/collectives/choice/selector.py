@@ -57,8 +57,8 @@ class Selector:
     def show(self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None) -> str:
         """Return the table as text, limited to the rows of `operation`, `device` and `hosts` unless None.
 
-        A comment names the substitute if an implementation is missing here. Without arguments the limits follow.
-        Raises ValueError, with the known names, for an unknown one.
+        A comment names the substitute if an implementation is missing here. Without arguments, the text has the limits
+        too. Raises ValueError, with the known names, for an unknown one.
         """
         for what, seen, known in (("operation", operation, OPERATIONS), ("device", device, DEVICES)):
             if seen is not None:

@@ -169,7 +169,7 @@ class _Copies:
     """The copies of one operation."""
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
-        """The operation's stream, with earlier work, is the current one."""
+        """The current stream must be the operation's, which may have earlier work."""
         self._staging = staging
         self._current = torch.cuda.current_stream(device)
         self._to_host = staging.to_host(device)
