@@ -33,22 +33,14 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
         coroutine = next((inner for inner in awaits if inner is not None), None)
 
 
-def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with their lines, the outermost first, or [] for a thread without Python.
-
-    All frames are of one moment. A walk in Python would let the thread continue, and Python 3.11 may crash then.
-    """
-    return _core.frames_of_thread(thread_id)
-
-
 def line_of_thread(thread_id: int) -> str:
     """Return the innermost line of the program that a thread executes now, or "" if there is none."""
-    return _innermost([(frame.f_code, line) for frame, line in frames_of_thread(thread_id)])
+    return _innermost(_places_of_thread(thread_id))
 
 
 def line_of_task(task: asyncio.Task[Any]) -> str:
     """Return the innermost line of the program at which a task is suspended, or "" before its start."""
-    return _innermost(_places(task))
+    return _innermost(_places_of_task(task))
 
 
 def lines_of_tasks(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
@@ -58,16 +50,21 @@ def lines_of_tasks(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
 
 def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
     """Return the lines of the program, and of libraries, at which a task is suspended, the outermost first."""
-    return [_text(place) for place in _places(task) if not is_ours(place[0].co_filename)]
+    return [_text(place) for place in _places_of_task(task) if not is_ours(place[0].co_filename)]
 
 
 def stack_of_thread(thread_id: int) -> list[str]:
     """Return the lines of the program, and of libraries, that a thread executes, the outermost first."""
-    return [_text((f.f_code, line)) for f, line in frames_of_thread(thread_id) if not is_ours(f.f_code.co_filename)]
+    return [_text(place) for place in _places_of_thread(thread_id) if not is_ours(place[0].co_filename)]
 
 
-def _places(task: asyncio.Task[Any]) -> list[Place]:
+def _places_of_task(task: asyncio.Task[Any]) -> list[Place]:
     return [(frame.f_code, frame.f_lineno) for frame in frames_of_task(task)]
+
+
+def _places_of_thread(thread_id: int) -> list[Place]:
+    """Return the places of all frames at one moment, the outermost first, or [] for a thread without Python."""
+    return [(frame.f_code, line) for frame, line in _core.frames_of_thread(thread_id)]
 
 
 def _innermost(places: list[Place]) -> str:

@@ -60,7 +60,8 @@ class Mailbox:
         """Number of frames sent to each other rank, whose `heard` of this rank is equal if no frame is in flight."""
         self.heard: Counter[int] = Counter()
         self._number = 0
-        self._lines: dict[int, object] = {}
+        self.lines: dict[int, object] = {}
+        """Lines of the last sends, by number of the message."""
         self._unanswered: dict[int, Done] = {}
         """Callbacks of synchronous messages without an answer, by number. `_FAREWELL` has the wait for the farewell."""
         self.taking: dict[MailboxReceive, int] = {}
@@ -81,10 +82,6 @@ class Mailbox:
     def unanswered(self) -> int:
         """Number of synchronous messages without an answer."""
         return len(self._unanswered) - (_FAREWELL in self._unanswered)
-
-    def line_of(self, number: int) -> object | None:
-        """Return the line that sent message `number`, or None if the line is no longer kept."""
-        return self._lines.get(number)
 
     def leftovers(self) -> list[tuple[int, int, str]]:
         """Return the messages without a receive, as source, number at the source and text (any thread)."""
@@ -108,9 +105,9 @@ class Mailbox:
 
     async def _send(self, t: Tensor, dst: int, tag: int, kind: int, line: object, synchronous: bool) -> None:
         self._number = number = self._number % _DATA_TAGS + 1
-        self._lines[number] = line
-        if len(self._lines) > _MOST_LINES:
-            del self._lines[next(iter(self._lines))]
+        self.lines[number] = line
+        if len(self.lines) > _MOST_LINES:
+            del self.lines[next(iter(self.lines))]
         step: list[Transfer] = [(self._wait_for, number)] if synchronous else []
         kept = not synchronous and self.keeps(t, dst)
         flags = MessageFlag.SYNCHRONOUS * synchronous + MessageFlag.KEPT * kept

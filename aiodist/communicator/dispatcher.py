@@ -165,10 +165,6 @@ class Dispatcher:
 
     # --- issuing -------------------------------------------------------------------------------------------
 
-    def waits_unseen(self, waits: Callable[[], bool]) -> None:
-        """Register a wait for other ranks outside of operations: one exists while `waits` returns True."""
-        self.watchdog.unseen.append(waits)
-
     def check_usable(self) -> None:
         """Raise the error of a refused call: closed, aborted, wrong thread or loop."""
         if self.lifetime.refusal is not None:  # before all else: in a forked child asyncio says that no loop runs

@@ -44,7 +44,7 @@ async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
         return []
     found = await coll.allgather_object(mine, timeout=seconds)
     sent = {
-        (rank, number): (what, mailbox.line_of(number))
+        (rank, number): (what, mailbox.lines.get(number))
         for rank, left in enumerate(found)
         for source, number, what in left
         if source == coll.rank

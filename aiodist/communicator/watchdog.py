@@ -202,8 +202,8 @@ class Watchdog:
         self.mailbox = mailbox
         self.uses: Callable[[], Mapping[str, int]] = dict
         """Returns the number of uses of each name on this rank."""
-        self.unseen: list[Callable[[], bool]] = []
-        """Return True while a wait for other ranks is not in `pending`."""
+        self.serves = False
+        """True if this rank also exchanges messages outside of operations, as a parameter server does."""
         self.abort: Callable[[AiodistError], None] = lambda _: None
         """Aborts the communicator on all ranks."""
         self._last_use: Use | None = None
@@ -406,7 +406,7 @@ class Watchdog:
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
         sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
         uses, mailbox = self.uses(), self.mailbox
-        if any(waits() for waits in self.unseen) or len(uses) > _MOST_NAMES:
+        if self.serves or len(uses) > _MOST_NAMES:
             return None
         # A message is in flight, or a send may end before another rank receives it.
         if receives != len(mailbox.wanted) or not all(s.answered or s.kept for s in sends):

@@ -174,7 +174,7 @@ class ParameterServerSession:
         self.server.open(self.client)
         dispatcher.lifetime.on_lost.append(self._lost)
         dispatcher.lifetime.on_abort.append(self._aborted)
-        dispatcher.waits_unseen(lambda: True)
+        dispatcher.watchdog.serves = True
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
         self._refusal = None
         self._over = asyncio.Event()
