@@ -373,17 +373,24 @@ class Handle(_core.Handle, Generic[T]):
 
     # --- settling: for `Operation` ----------------------------------------------------------------------------
 
-    def _settle(self, status: Status, value: Any) -> None:  # noqa: ANN401
+    def _settle(self, status: Status, value: Any) -> bool:  # noqa: ANN401
+        """End the operation. Return False, without a change, if the operation has ended already.
+
+        One of several threads ends the operation. CPython switches threads at calls and backward jumps only, so no
+        other thread runs between the check and the new status. The compiled core checks and sets the status with the
+        GIL held.
+        """
         if self._status is not _PENDING:
-            raise asyncio.InvalidStateError(f"{self} is done already")
+            return False
         self._value = value
-        self._status = status  # no other thread runs between the check and this line
+        self._status = status
         self._keep = self._fence = self._parts = self._canceller = self._late = self._finisher = None
         if tracing.to is not None and self._observer is not None:
             observer, self._observer = self._observer, None
             observer(self)
         if self._waiters or self._callbacks or self._event is not None:
             self._told()
+        return True
 
     def _told(self) -> None:
         if self._event is not None:

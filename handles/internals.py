@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aiodist.handles.handle import Handle
-from aiodist.handles.state import Fence, Waiter, details, error_of, late_ranks, plight, unfinished
+from aiodist.handles.state import Fence, Status, Waiter, details, error_of, late_ranks, plight, unfinished
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -31,6 +31,7 @@ __all__ = [
     "late_ranks",
     "name_of",
     "plight",
+    "reject_pending",
     "remove_waiter",
     "seconds_left",
     "unfinished",
@@ -64,6 +65,16 @@ def check_loop(handle: Handle[Any], progress: Progress) -> None:
     """Raise `RuntimeError` unless `handle` belongs to the loop of `progress`."""
     if handle._progress is not progress:
         raise RuntimeError(f"{handle} belongs to another event loop: await it there, or use wait() in a thread")
+
+
+def reject_pending(handle: Handle[Any], error: BaseException) -> bool:
+    """End the operation of `handle` with `error`. Return False, without a change, if the operation has ended already.
+
+    For an operation that the compiled core may end meanwhile, in another thread.
+    """
+    if handle._status is Status.PENDING:
+        handle._traceback = error.__traceback__
+    return handle._settle(Status.RAISED, error)
 
 
 # --- waiting -------------------------------------------------------------------------------------------------

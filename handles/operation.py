@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from aiodist.handles.handle import Handle, finish
+from aiodist.handles.internals import reject_pending
 from aiodist.handles.state import Fence, Status
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
 from aiodist.types import check_timeout
@@ -69,20 +71,24 @@ class Operation(Generic[T]):
 
     def resolve(self, value: T) -> None:
         """End the operation with the result `value`. Raise `InvalidStateError` if the operation has ended already."""
-        self.handle._settle(Status.RETURNED, value)
+        if not self.handle._settle(Status.RETURNED, value):
+            raise self._ended()
 
     def reject(self, error: BaseException) -> None:
         """End the operation with `error`. Raise `InvalidStateError` if the operation has ended already."""
-        if self.handle._status is Status.PENDING:
-            self.handle._traceback = error.__traceback__
-        self.handle._settle(Status.RAISED, error)
+        if not reject_pending(self.handle, error):
+            raise self._ended()
 
     def cancel(self) -> None:
         """End the operation as withdrawn before its start.
 
         Raise `InvalidStateError` if the operation has ended already.
         """
-        self.handle._settle(Status.CANCELLED, None)
+        if not self.handle._settle(Status.CANCELLED, None):
+            raise self._ended()
+
+    def _ended(self) -> asyncio.InvalidStateError:
+        return asyncio.InvalidStateError(f"{self} is done already")
 
     def finish_with(self, call: Callable[[], object]) -> None:
         """Let the loop's thread or a waiting thread end the operation by `call` (any thread may call this method)."""

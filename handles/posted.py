@@ -140,9 +140,11 @@ class Posted(Handle[T]):
         self._attend()
         return self
 
-    def _settle(self, status: Any, value: Any) -> None:  # noqa: ANN401
-        super()._settle(status, value)
-        self._owner.settled()
+    def _settle(self, status: Any, value: Any) -> bool:  # noqa: ANN401
+        settled = super()._settle(status, value)
+        if settled:
+            self._owner.settled()
+        return settled
 
     def _dropped(self) -> None:
         if not (self._is_pending and self._given_up):  # no outcome is lost with a paused operation

@@ -255,8 +255,7 @@ def _release_memory(dispatcher: Dispatcher) -> None:
     why = dispatcher.lifetime.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
     with transport_lock:
         dispatcher.names.close(why)
-        if dispatcher.agreement is not None:
-            dispatcher.agreement.close(why)
+        dispatcher.agreement.close(why)
         if (within := dispatcher.repertoire.within) is not None:
             within.abort(why)
 

@@ -7,6 +7,7 @@ import os
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
@@ -73,7 +74,7 @@ class Dispatcher:
         agree: Callable[[OnDiffer, Callable[[BaseException], None]], Agreement] | None = None,
         thread: bool = False,
     ) -> None:
-        """`ranks` are world ranks, in order. `agree` makes the agreement, None for a single rank.
+        """`ranks` are world ranks, in order. `agree` makes the agreement of several ranks.
 
         `agree` takes two callbacks: one for an operation on which ranks differ, one for an error that ends the
         comparisons. `thread` is True if threads other than the loop's may issue too.
@@ -112,7 +113,8 @@ class Dispatcher:
         )
         on_differ, broken = self.failures.differ, self.lifetime.break_off
         self.names = Names(name, channel, self.ranks, transport, progress, on_differ=on_differ, broken=broken)
-        self.agreement = None if agree is None else agree(on_differ, broken)
+        alone = partial(Agreement, progress, None, None, None, several=False, on_differ=on_differ)
+        self.agreement = alone() if agree is None else agree(on_differ, broken)
         self._connect()
         self._alive.add(self)
 
@@ -124,9 +126,7 @@ class Dispatcher:
         failures.abort_here = lifetime.abort
         self.watchdog.uses, self.watchdog.abort = self.names.uses, lifetime.abort_everywhere
         lifetime.subscriptions += [failures.close, self.names.unsubscribe]
-        lifetime.stops += [failures.abort, self.mailbox.abort, self.names.close]
-        if self.agreement is not None:
-            lifetime.stops.append(self.agreement.close)
+        lifetime.stops += [failures.abort, self.mailbox.abort, self.names.close, self.agreement.close]
         if within is not None:
             lifetime.stops.append(within.abort)
 
@@ -188,7 +188,7 @@ class Dispatcher:
 
         A communicator of one rank has no such record: None.
         """
-        if self.agreement is None:
+        if self.transport.size == 1:
             return None
         number = self.oplog.seq if seq is None else seq
         traffic = self.recent.get(number)
@@ -272,16 +272,10 @@ class Dispatcher:
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
         """Run the work after the ranks have agreed on the operation. The transport lock is held."""
-        if self.agreement is None:
-            operation.decide(None)
-        elif operation.meets is True:
-            self.failures.join(operation)
-        self.settlement.run(operation, work)
-        if isinstance(operation.meets, Named):
-            if self.agreement is not None:
-                self.names.enter(operation.meets, operation)
-        elif self.agreement is not None:
-            self.agreement.enter(operation)
+        self.failures.join(operation)
+        operation.admitted.wait(partial(self.settlement.begin, operation, work))
+        meeting = self.agreement if operation.meets is True else self.names
+        meeting.enter(operation)
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation without data that ends when the ranks agree."""

@@ -116,12 +116,12 @@ class Failures:
     def ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
         """Return True if `error` ends the operation now, or False if a conversation finds the cause."""
         number = operation.number
-        if operation.stopped or isinstance(error, (Differ, Stopped)):
+        if number in self._stated or isinstance(error, (Differ, Stopped)):
             return False
         if isinstance(error, _FINAL) or len(self._ranks) == 1 or (number < 0 and not isinstance(error, BackendError)):
             return True
         if number < 0:
-            self.inquire(error, partial(self.settlement.end, operation, None))
+            self.inquire(error, partial(self.settlement.settle, operation, None, final=True))
         else:
             self._state(number, Cause.MISMATCH if isinstance(error, MismatchError) else Cause.FAILED, _text(error))
         return False
@@ -139,7 +139,7 @@ class Failures:
                 self.to_fail.pop(number, None)
         if number not in self._stated:
             return False
-        operation.stopped = True
+        operation.fail(Differ(number))
         operation.decide(Differ(number))
         if (verdict := self._conversations.verdict(number)) is not None:
             self._end(operation, verdict)
@@ -173,13 +173,12 @@ class Failures:
         self.issued.names.hold(number)
         bound, begun = False, traffic.begun
         if operation is not None:
-            # A failed native call counts too, since the library is in an unknown state.
-            started = operation.state is OperationState.STARTED
-            native = started if operation.traffic is None else operation.traffic.native > 0
+            # A failed native call counts too, since the library is in an unknown state. Such calls may have no record.
+            native = operation.traffic is None or operation.traffic.native > 0
             agreed = operation.agreed.is_set and operation.agreed.error is None
             bound = (native and agreed) or operation.when is When.NOW
             begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
-            operation.stopped = True
+            operation.fail(Differ(number))
             operation.decide(Differ(number))
         self._stop_steps(number, traffic)
         statement = Statement(*self.issued.description(number), True, cause, error, begun, bound)
@@ -318,9 +317,9 @@ class Failures:
         """End a failed operation after its drain, or now if that would take long."""
         if verdict.abort and verdict.cause is not Cause.LOST:
             return  # `_abort` ends the operation
-        operation.verdict = self._error(operation.number, verdict, operation.error)
+        operation.verdict = error = self._error(operation.number, verdict, operation.error)
         if operation.state is OperationState.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
-            self.settlement.end(operation, None, None)
+            self.settlement.settle(operation, None, error, final=True)
         else:
             self._progress.post(partial(self._start_timer, operation.number, self._end_undrained))
 
@@ -339,7 +338,8 @@ class Failures:
         """End an operation whose messages another rank has not drained within the bound (loop's thread)."""
         self._timers.pop(number, None)
         if (operation := self.issued.operation(number)) is not None:
-            self._progress.with_lock(partial(self.settlement.end, operation, None, None))
+            settle = partial(self.settlement.settle, operation, None, operation.verdict, final=True)
+            self._progress.with_lock(settle)
 
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
         """Return the error that this rank raises, if its own part failed with `own`."""
@@ -365,7 +365,9 @@ class Failures:
 
     def is_open(self, operation: CommunicatorOperation) -> bool:
         """Return True if the verdict on a failed operation is still to come."""
-        return operation.stopped and operation.verdict is None and self._conversations.is_open(operation.number)
+        return (
+            operation.error is not None and operation.verdict is None and self._conversations.is_open(operation.number)
+        )
 
     def abort(self, error: AiodistError) -> None:
         """End the inquiries: the communicator is aborted."""

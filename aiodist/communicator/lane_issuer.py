@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from aiodist import _core
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.operation import OperationState
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle, in_flight
 from aiodist.handles.kernel import Program
@@ -31,7 +30,7 @@ class LaneIssuer:
     def _make_core(self) -> _core.Issuer | None:
         dispatcher = self._dispatcher
         within, agreement = dispatcher.repertoire.within, dispatcher.agreement
-        if within is None or agreement is None or agreement.several:
+        if within is None or agreement.several:
             return None
         near = within.ordered.near
         core = _core.Issuer(
@@ -70,7 +69,7 @@ class LaneIssuer:
         operation.traffic = self._dispatcher.traffic(handle.seq)
         if not self._dispatcher.failures.join(operation):
             operation.decide(None)
-        self._dispatcher.settlement.run(operation, make())
+        operation.admitted.wait(partial(self._dispatcher.settlement.begin, operation, make()))
 
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
         """Fail the operation of `handle`, which a lane has ended with `error` after the release of its bytes."""
@@ -78,9 +77,8 @@ class LaneIssuer:
         progress.post(partial(progress.with_lock, partial(self._end, handle, error)))
 
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
-        operations = self._dispatcher.operations
-        operation = operations.take_over(handle) or operations.find(handle)  # a statement has taken the operation over
-        if operation is None or operation.state is not OperationState.NEW:
+        operation = self._dispatcher.operations.take_over(handle)
+        if operation is None:
             return
         if isinstance(operation.verdict, RemoteError) and not isinstance(error, MismatchError):
             operation.verdict = error  # this rank's own error precedes that of another

@@ -170,16 +170,11 @@ class Lifetime:
             tell(error)
 
     def _fail_all(self, error: AiodistError) -> None:
-        waiting = []
-        for handle in self.pending():
-            operation = self._operations.find(handle)
-            if isinstance(error, PeerError) and operation is not None and self._failures.is_open(operation):
-                waiting.append(operation)  # the verdict may be that the ranks differ
-            else:
-                self._settlement.fail(handle, (operation and operation.verdict) or again(error))
-        self._operations.clear()
-        for operation in waiting:
-            self._operations.add(operation)
+        """End the operations in flight (transport lock held)."""
+        for operation in self._operations.in_flight():
+            if isinstance(error, PeerError) and self._failures.is_open(operation):
+                continue  # the verdict may be that the ranks differ
+            self._settlement.settle(operation, None, operation.verdict or again(error), final=True)
         for stop in self.stops:
             stop(error)
 

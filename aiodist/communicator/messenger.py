@@ -34,7 +34,7 @@ from aiodist.collectives.cuda.on_device import DeviceWork, attach
 from aiodist.collectives.messages import Arrived, MailboxReceive, MessageKind, Unpacked
 from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.operation import CommunicatorOperation, Peer
+from aiodist.communicator.operation import CommunicatorOperation, OperationState, Peer
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
 from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import described
@@ -97,7 +97,7 @@ class Messenger:
 
     def launch(self, operation: CommunicatorOperation, program: Program[None], nbytes: int) -> None:
         """Start an operation that was issued. `nbytes` are the bytes that this rank copies."""
-        self.dispatcher.start(nbytes, self.settlement.run_message, operation, program)
+        self.dispatcher.start(nbytes, self.settlement.run, operation, program)
 
     def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
         """Issue a receive, and return its operation and handle. Only the program holds the handle before a match."""
@@ -269,11 +269,14 @@ class Receiving:
         return wanted
 
     def take(self) -> bool:
-        """Hold the handle from now on, since a message matches. Return False if the program has dropped the handle."""
+        """Hold the handle from now on, since a message matches.
+
+        Return False if the program has dropped the handle, and after an abort.
+        """
         operation, wanted, handle = self._operation, self._wanted, self.ref()
         assert operation is not None
         assert wanted is not None
-        if handle is None:
+        if handle is None or operation.state is OperationState.DONE:
             return False
         operation.handle = wanted.handle = handle
         self._messenger.pending.others[handle] = operation
@@ -326,9 +329,10 @@ class Receiving:
     def _finish(self, operation: CommunicatorOperation, arrived: Arrived | None, error: BaseException | None) -> None:
         if operation.given_back is not None:
             operation.given_back(arrived, error)
-            self._messenger.settlement.complete(operation, None, asyncio.CancelledError())
+            arrived, error = None, asyncio.CancelledError()
         elif arrived is not None and self.sending is not None:
             self._arrived = (operation, arrived)
+            return
         else:
             if self._unsent is not None:
                 arrived, error = None, self._unsent
@@ -337,7 +341,8 @@ class Receiving:
             self._leave_sending()
             if arrived is not None and self._asked.kind == ANY:
                 arrived = replace(arrived, data=arrived)
-            self._messenger.settlement.complete(operation, arrived, error)
+        self._messenger.settlement.drained(operation)
+        self._messenger.settlement.settle(operation, arrived, error)
 
     def _resume(self, handle: Posted[Any]) -> None:
         why = self._messenger.dispatcher.lifetime.refusal

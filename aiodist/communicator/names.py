@@ -106,8 +106,8 @@ class Names:
         self._given: dict[str, int] = {}
         """Numbers of names, on the leader."""
         self._given_lock = Lock()
-        self._undecided: set[Named] = set()
-        """Uses that wait for other ranks (transport lock held)."""
+        self._undecided: set[CommunicatorOperation] = set()
+        """Operations that wait for other ranks (transport lock held)."""
         self._closed: BaseException | None = None
         channel.subscribe(self._topic, self._heard)
 
@@ -147,14 +147,15 @@ class Names:
 
     # --- meeting: with the transport lock held ---------------------------------------------------------------
 
-    def enter(self, use: Named, operation: CommunicatorOperation) -> None:
+    def enter(self, operation: CommunicatorOperation) -> None:
         """Decide on `operation` when all ranks have issued this use of the name."""
+        use: Named = operation.meets
         if self._closed is not None:
             operation.decide(again(self._closed))
             return
         operation.signature ^= use.edition
         use.operation = operation
-        self._undecided.add(use)
+        self._undecided.add(operation)
         known = self._names[use.name]
         known.waiting = use
         if known.number is None and self._leads:
@@ -180,7 +181,7 @@ class Names:
         assert operation is not None
         if number < 0:
             known.number = None
-            self._undecided.discard(use)
+            self._undecided.discard(operation)
             operation.decide(CommunicatorError(f"name={use.name!r}: {self._too_many()}", comm=self._comm))
             return
         self._by_number[number] = known
@@ -190,13 +191,12 @@ class Names:
         use.endpoints.clear()
         operation.signature ^= use.number - NAMED
         comparison = self._between.compare(tag_of(use.number), operation.signature)
-        comparison.ended.wait(partial(self._compared, use, comparison))
+        comparison.ended.wait(partial(self._compared, operation, comparison))
 
-    def _compared(self, use: Named, comparison: Comparison, _: BaseException | None) -> None:
+    def _compared(self, operation: CommunicatorOperation, comparison: Comparison, _: BaseException | None) -> None:
         """Decide on the operation after the comparison of all ranks."""
-        self._undecided.discard(use)
-        operation = use.operation
-        if operation is not None and not operation.agreed.is_set:
+        self._undecided.discard(operation)
+        if not operation.agreed.is_set:
             operation.decide(Differ(operation.number) if comparison.differs else None)
             if comparison.differs:
                 self._on_differ(operation)
@@ -220,9 +220,8 @@ class Names:
         if self._closed is None:
             self._closed = error
             undecided, self._undecided = self._undecided, set()
-            for use in undecided:
-                if use.operation is not None:
-                    use.operation.decide(again(error))
+            for operation in undecided:
+                operation.decide(again(error))
 
     # --- queries, from any thread ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
 from aiodist.backends.base import Done
-from aiodist.collectives.endpoint import Traffic
+from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.oplog import Record
 from aiodist.handles import Handle, Operation
@@ -23,18 +23,23 @@ T = TypeVar("T")
 
 
 class OperationState(Enum):
-    """State of an operation. The transport lock is held at each change. A state is never entered twice."""
+    """State of an operation. The transport lock is held at each change. An operation never returns to a state.
+
+    A successful operation has all states, in this order. A failed one waits for the verdict of the ranks, and is DONE
+    once its bytes are released, with three exceptions: an abort, a verdict with a lost or silent rank, and a drain
+    longer than the liveness bound. Such an operation is DONE first, and keeps its claims until the transfers end.
+    """
 
     NEW = "new"
     """Bytes claimed, number taken, line in the log written."""
     CHECKED = "checked"
     """The ranks that must agree before the start have agreed."""
     STARTED = "started"
-    """Transfers may use the bytes."""
+    """Transfers may use the bytes. Operations of lanes begin here: the lane itself compares the signatures."""
     DRAINED = "drained"
     """No transfer uses the bytes, which are released."""
     DONE = "done"
-    """The handle has the outcome."""
+    """The handle has the outcome, and the operation is no longer in the table."""
 
 
 class When(Enum):
@@ -127,13 +132,13 @@ class CommunicatorOperation(Operation[Any]):
     number: int = -1
     """Number, equal on all ranks, or -1 for a message and for an operation whose name has no number yet."""
     signature: int = 0
-    """Hash of the number and of the facts that must be equal on all ranks."""
+    """Hash of the number and of the facts that must be equal on all ranks, or 0 for a message and in a lane."""
     when: When = When.HOST
     traffic: Traffic | None = None
     """Record of the messages between hosts."""
     large: bool = False
     """True if only the progress thread may start the operation."""
-    state: OperationState = field(default=OperationState.NEW, init=False)
+    state: OperationState = OperationState.NEW
     admitted: Event = field(default_factory=Event, init=False)
     """Set when the operation may begin, or with the error that prevents the start."""
     agreed: Event = field(default_factory=Event, init=False)
@@ -142,12 +147,15 @@ class CommunicatorOperation(Operation[Any]):
     """Comparison within the host."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
     """Callback in place of `handle` after another receive was given the message."""
-    stopped: bool = field(default=False, init=False)
-    """True after a failure on some rank: then only the verdict of the ranks ends the operation."""
     error: BaseException | None = field(default=None, init=False)
-    """Error of this rank's part."""
+    """Error of this rank's part, or `Differ` after a failure on another rank. Then no result ends the operation."""
     verdict: BaseException | None = field(default=None, init=False)
     """Error on which the ranks agree, raised after the release of the bytes."""
+
+    def fail(self, error: BaseException) -> None:
+        """Note an error. The first one of this rank's part counts, before `Differ`."""
+        if self.error is None or isinstance(self.error, Differ):
+            self.error = error
 
     def decide(self, error: BaseException | None) -> None:
         """Note that the ranks agree, or end the operation with `error` as soon as its transfers allow."""
@@ -177,14 +185,7 @@ class NativeCall(NamedTuple):
 
 
 async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
-    """Run `program` after the required ranks have agreed. Return its result after all have agreed."""
-    try:
-        if not operation.admitted.is_set or operation.admitted.error is not None:
-            await transfer(operation.admitted.wait)
-    except BaseException:
-        program.close()
-        raise
-    operation.state = OperationState.STARTED
+    """Run the program of a collective. Return its result after all ranks have agreed."""
     result = await resume(program)
     if not operation.agreed.is_set or operation.agreed.error is not None:
         await transfer(operation.agreed.wait)
@@ -204,6 +205,9 @@ class Receive(Protocol):
     @property
     def handle(self) -> Handle[Any] | None:
         """Handle, or None after the program has dropped the handle."""
+
+    def take(self) -> bool:
+        """Hold the handle from now on, as a separate operation. Return False if the program has dropped the handle."""
 
     def lapse(self) -> bool:
         """Withdraw the receive if the program has dropped its handle. Return True if the receive was withdrawn."""
@@ -244,14 +248,26 @@ class Pending:
         return self.collectives.get(number)
 
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
-        """Return an operation for the handle of a lane, to be ended in another way, or None if the handle is done."""
+        """Return the operation of a lane's handle, made at the first call, or None if the handle is done."""
         if (operation := self.find(handle)) is not None:
             operation.claims = claims or operation.claims
             return operation
         if self.collectives.get(handle.seq) is not handle:
             return None
-        operation = self.collectives[handle.seq] = CommunicatorOperation(handle, claims, number=handle.seq)
-        return operation
+        operation = CommunicatorOperation(handle, claims, number=handle.seq, state=OperationState.STARTED)
+        self.collectives[handle.seq] = operation
+        if operation.is_pending:
+            return operation
+        self.collectives.pop(handle.seq, None)  # a waiting thread has ended the operation before it was in the table
+        return None
+
+    def in_flight(self) -> list[CommunicatorOperation]:
+        """Return all operations, those of lanes and of receives without a message too."""
+        for receive in list(self.posted.values()):
+            if not receive.paused:
+                receive.take()
+        found = [self.take_over(_handle_of(one)) for one in self.collectives.copy().values()]
+        return [operation for operation in (*found, *self.others.copy().values()) if operation is not None]
 
     def find(self, handle: Handle[Any]) -> CommunicatorOperation | None:
         """Return the operation of `handle`, or None in a lane and for an unknown handle."""
@@ -274,12 +290,6 @@ class Pending:
         if (one := self.collectives.get(handle.seq)) is not None and _handle_of(one) is handle:
             return True
         return None if (posted := self.posted.get(ref(handle))) is None else posted.peer
-
-    def clear(self) -> None:
-        """Remove all."""
-        self.collectives.clear()
-        self.others.clear()
-        self.posted.clear()
 
     def __iter__(self) -> Iterator[Handle[Any]]:
         return iter([handle for handle, _ in self.items()])

@@ -280,3 +280,45 @@ def test_h7_an_error_that_takes_no_note_reaches_who_awaits_it() -> None:
                 await coll.recv_object(timeout=20)
 
     run_ranks(2, main)
+
+
+@pytest.mark.ranks(2)
+async def test_h7_an_abort_ends_every_operation(coll: Communicator) -> None:
+    other = await coll.dup()
+    operations = parts_of(other).dispatcher.operations
+    t = torch.ones(6)
+    if coll.rank == 0:
+        handles: list[Handle[Any]] = [
+            other.allreduce(torch.ones(1)),
+            other.allreduce(t[1], name="a"),
+            other.send(torch.ones(70_000), 1),
+            other.recv(t[2], 1),
+            other.allreduce([t[3]], name="b"),
+        ]
+        named = operations.find(handles[1])
+        assert named is not None
+        use = named.meets
+        other.abort("had enough")
+        assert named.state.value == "done"
+        assert use.operation is None
+        assert not list(operations)
+        assert not operations.in_flight()
+        for handle in handles:
+            with pytest.raises(CommunicatorAborted, match=f"had enough.*{handle.op}"):
+                await handle
+        await coll.barrier()
+    else:
+        await coll.barrier()
+    assert (await coll.allreduce(t))[5] == coll.size  # the memory of operations without transfers is free
+
+
+@pytest.mark.ranks(2)
+async def test_h7_a_receive_of_an_aborted_communicator_takes_no_message(coll: Communicator) -> None:
+    other = await coll.dup()
+    t = torch.zeros(3)
+    receiving = other.recv(t, coll.rank)
+    other.abort("had enough")
+    with pytest.raises(CommunicatorAborted, match="had enough"):
+        await receiving
+    assert not parts_of(other).dispatcher.operations.others
+    assert (await coll.allreduce(t)).sum() == 0  # its memory is free

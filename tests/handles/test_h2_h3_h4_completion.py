@@ -13,7 +13,7 @@ from weakref import ref
 import pytest
 import torch
 
-from aiodist.handles import Handle, Operation, Progress, from_source
+from aiodist.handles import Handle, Operation, Progress, from_source, internals
 from aiodist.streams import HostStream
 
 pytestmark = pytest.mark.timeout(30)
@@ -96,6 +96,7 @@ async def test_h3_completes_once(bench: Any) -> None:
     for settle in (partial(operation.resolve, 2), partial(operation.reject, ValueError()), operation.cancel):
         with pytest.raises(asyncio.InvalidStateError, match="done already"):
             settle()
+    assert not internals.reject_pending(handle, ValueError())
     assert not handle.cancel()
     assert not handle.cancelled()
     assert await handle == 1
