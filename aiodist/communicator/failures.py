@@ -139,7 +139,6 @@ class Failures:
                 self.to_fail.pop(number, None)
         if number not in self._stated:
             return False
-        operation.fail(Differ(number))
         operation.decide(Differ(number))
         if (verdict := self._conversations.verdict(number)) is not None:
             self._end(operation, verdict)
@@ -178,7 +177,6 @@ class Failures:
             agreed = operation.agreed.is_set and operation.agreed.error is None
             bound = (native and agreed) or operation.when is When.NOW
             begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
-            operation.fail(Differ(number))
             operation.decide(Differ(number))
         self._stop_steps(number, traffic)
         statement = Statement(*self.issued.description(number), True, cause, error, begun, bound)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
 from aiodist.backends.base import Done
-from aiodist.collectives.endpoint import Differ, Traffic
+from aiodist.collectives.endpoint import Traffic
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.oplog import Record
 from aiodist.handles import Handle, Operation
@@ -152,13 +152,9 @@ class CommunicatorOperation(Operation[Any]):
     verdict: BaseException | None = field(default=None, init=False)
     """Error on which the ranks agree, raised after the release of the bytes."""
 
-    def fail(self, error: BaseException) -> None:
-        """Note an error. The first one of this rank's part counts, before `Differ`."""
-        if self.error is None or isinstance(self.error, Differ):
-            self.error = error
-
     def decide(self, error: BaseException | None) -> None:
         """Note that the ranks agree, or end the operation with `error` as soon as its transfers allow."""
+        self.error = self.error or error
         if self.admitted.is_set:
             if error is not None and self.traffic is not None:
                 self.traffic.stopped_by = error

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from aiodist.backends.base import guarded
+from aiodist.collectives.endpoint import Differ
 from aiodist.collectives.messages import Arrived
 from aiodist.communicator.claims import release
 from aiodist.communicator.names import Named
@@ -100,7 +101,8 @@ class Settlement:
                 self._convert_soon(operation, operation.convert, result)
                 return
         elif not final and operation.handle is not None:
-            operation.fail(error)
+            if operation.error is None or isinstance(operation.error, Differ):
+                operation.error = error
             if not self._ends_alone(operation, error):
                 return
         self._end(operation, result, error)
