@@ -50,7 +50,7 @@ async def transfer(start: Callable[[*Ts, Done], object], *args: *Ts) -> None:
 
 @coroutine
 def transfers(step: Sequence[Part]) -> Generator[Sequence[Part], None, None]:
-    """Start all transfers of one step. Return when all have ended, or raise the first error."""
+    """Start all parts of one step. Return when all parts have ended, or raise the first error."""
     yield step
 
 
@@ -113,7 +113,7 @@ class _Run:
     """Number of parts of the step that have not ended."""
     error: BaseException | None = None
     step: Sequence[Part] = ()
-    """The current step, kept until its end: a transfer may hold the only reference to its tensor."""
+    """The current step, kept until its end, since a transfer may hold the only reference to its tensor."""
 
     def advance(self) -> None:
         """Resume the program, until a step has a part in flight."""

@@ -282,9 +282,9 @@ class Native(Protocol):
     in_order: bool
     """True if operations match by the order of the calls alone, not by their keys."""
     recallable: bool
-    """True if an operation that a rank stops ends on all ranks with `Stopped`.
+    """True if an operation ends with `Stopped` on all ranks after one rank stops that operation.
 
-    False if the ranks that have begun hang.
+    False if the ranks that have begun the operation hang.
     """
 
     def supports(self, wanted: Wanted) -> bool:

@@ -125,11 +125,11 @@ class Matching(Generic[R, M]):
         _remove(self._receives, receive)
 
     def cancel_receives(self, which: list[R] | None = None) -> list[R]:
-        """Remove and return some of `receives`, or all."""
+        """Remove and return the receives in `which`, or all receives if None."""
         return _cancel(self._receives, self.receives if which is None else which)
 
     def cancel_messages(self, which: list[M] | None = None) -> list[M]:
-        """Remove and return some of `messages`, or all."""
+        """Remove and return the messages in `which`, or all messages if None."""
         return _cancel(self._messages, self.messages if which is None else which)
 
 

@@ -69,9 +69,9 @@ class Traffic:
     rooms: list[Tensor] | None = None
     """Reused buffers for receives that may match a longer message, or None if no receive may."""
     comparison: Callable[[Done], None] | None = None
-    """Waits for the comparison of the ranks, or None after the comparison."""
+    """Function that waits for the comparison of the ranks, or None after the comparison."""
     difference: BaseException | None = None
-    """Error of the comparison."""
+    """Error of the comparison, or None."""
     stopped_by: BaseException | None = None
     """Error that later sends and receives raise, or None."""
     native: int = 0

@@ -1,4 +1,4 @@
-"""`Communicator`: the collectives and messages of a group of ranks, each call an awaitable handle.
+"""Defines `Communicator`, with the collectives and messages of a group of ranks.
 
 A call checks its arguments and issues the operation. An await of the handle completes the operation. Every rank must
 issue the same collectives in the same order, except named ones. The algorithms are in `aiodist.collectives`.
@@ -48,7 +48,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     | `send`, `barrier` | None | nothing |
     | `*_object` | Python objects | new objects |
 
-    Each of these calls returns a `Handle`: the operation starts at the call, and `await` gives its result.
+    Each of these calls returns a `Handle`. The operation starts at the call, and `await` gives its result.
 
     ```python
     t = torch.ones(4)
@@ -59,15 +59,15 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
 
     Every rank calls the same collectives in the same order, with the same arguments. The docstring of a call says which
     tensors and sizes may differ. Tensors are dense, contiguous, and on the CPU or a CUDA device. Tensors have any
-    shape, also with 0 elements, unless a call names one. `timeout` is in seconds from the call. `impl` names an
+    shape, also with 0 elements, unless a call names a shape. `timeout` is in seconds from the call. `impl` names an
     implementation, or is "auto" to choose by the table of `selector`.
 
     `name` frees a collective from the order: the k-th call with a name matches the k-th call with that name on the
-    other ranks. So several tasks can share a communicator, each with separate names. Use few names, again and again: a
-    communicator keeps about 5 KB for each and takes 65,535. Names work for tensors on the CPU, but not with
-    `impl="mpi"` or "gloo". A call raises ValueError while the last operation of its name is in flight on this rank. A
-    `MismatchError` of a name writes nothing. The name stays usable. A name costs a comparison of all ranks: log2(p)
-    messages of 9 bytes. The first use also asks rank 0. `seq` of the handle counts the uses of the name.
+    other ranks. So several tasks can share a communicator, each with separate names. Use few names, again and again,
+    since a communicator keeps about 5 KB for each name and takes 65,535 names. Names work for tensors on the CPU, but
+    not with `impl="mpi"` or "gloo". A call raises ValueError while the last operation of its name is in flight on this
+    rank. A `MismatchError` of a name writes nothing. The name stays usable. A name costs a comparison of all ranks, by
+    log2(p) messages of 9 bytes. The first use also asks rank 0. `seq` of the handle counts the uses of the name.
 
     A communicator belongs to the event loop that opened it, and is called on the thread of that loop. Other threads may
     call a communicator made by `dup(thread=True)`, `init(thread=True)` or `start` too.
@@ -94,7 +94,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     # --- other communicators --------------------------------------------------------------------------------
 
     def shrink(self, *, timeout: float | None = None) -> Handle[Communicator]:
-        """Return the world of the live ranks, in their order, after all of them have made this call.
+        """Return the world of the live ranks, in their order, after all these ranks have made this call.
 
         For an elastic world (`init(elastic=True)`), after a rank was lost. If no rank was lost, the call aborts the
         world on all ranks, which then make this call too. From the call on, this world and all communicators made of
@@ -129,7 +129,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     def dup(self, *, thread: bool = False) -> Handle[Communicator]:
         """Make a communicator of the same ranks with separate operations.
 
-        Use one for a task that communicates often: two tasks that call the same communicator would interleave
+        Use one for a task that communicates often, since two tasks that call the same communicator would interleave
         differently on each rank. Every rank makes this call. The call begins after the operations in flight here,
         except messages and named operations.
 
@@ -219,11 +219,11 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         """Return communicators of groups within groups: a level for each of `keys`, or by host (see `levels`).
 
         Level 0 is this communicator. Each level splits every group of the level above: equal keys form a group, keys
-        sort as strings, ranks in a group by their rank here. A level has a communicator within each group. Another one
-        joins the groups inside one group of the level above. `form` is the link of these groups: "cartesian" links the
-        k-th rank of each group with the k-th of the others. "tree" links the first ranks. None is cartesian for groups
-        of equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a RuntimeWarning on rank 0
-        and the value of `Level.form`.
+        sort as strings, ranks in a group by their rank here. A level has a communicator within each group. Another
+        communicator joins the groups inside one group of the level above. `form` is the link of these groups:
+        "cartesian" links the k-th rank of each group with the k-th of the others. "tree" links the first ranks. None is
+        cartesian for groups of equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a
+        RuntimeWarning on rank 0 and the value of `Level.form`.
 
         Every rank makes this call with as many keys and the same `form`. The call begins after the operations in flight
         here. The communicators are made once for the same ranks and shared with `group`. Raises `MismatchError` on
@@ -303,7 +303,7 @@ class Hierarchy(Sequence[Level]):
     """The levels of a communicator, from 0, the whole, to the last. Get one from `Communicator.hierarchy`.
 
     A hierarchy is immutable: `below` returns another one, which shares the communicators. These are closed with the
-    hierarchy's communicator, or separately. A later call makes closed ones again. `print` shows all levels.
+    hierarchy's communicator, or separately. A later call makes closed communicators again. `print` shows all levels.
     """
 
     def __init__(self, comm: Communicator, name: str, groups: Levels, levels: Sequence[Level]) -> None:
@@ -334,7 +334,7 @@ class Hierarchy(Sequence[Level]):
         return _make(self._comm, Asked("below", self._name, keys, forms), since=len(self))
 
     def span(self, outer: int = -2, inner: int = -1) -> Handle[Communicator]:
-        """Return a communicator of my group at level `outer`, whose own level has the groups at `inner`.
+        """Return a communicator of this rank's group at level `outer`, whose own level has the groups at `inner`.
 
         Collectives of the span run among all ranks of one group at `outer`. Hierarchical collectives run first within
         the groups at `inner`, then between these groups, across any levels between. `levels` of the span are these two.

@@ -1,4 +1,4 @@
-"""Agreement: the ranks of a communicator compare each collective, so that all run the same one.
+"""The ranks of a communicator compare each collective, so that all ranks run the same one.
 
 A collective has a *signature*: the hash of its number and of the facts that must be equal on all ranks. Ranks that
 share memory compare signatures in a lane. Then the first rank of each host, its *leader*, compares the signature with
@@ -8,8 +8,8 @@ the other leaders by messages. The leader sends the verdict to its host in anoth
                                                       - some differ: the collective fails on every rank
 
 `When` names the ranks that must agree before a collective begins. Collectives are compared in the order of their
-numbers. The thread with the transport lock compares: the loop's or the progress thread, so also while user code
-computes. Operations of lanes do not enter: the lane compares their signatures.
+numbers. The thread that has the transport lock compares, which is the loop's or the progress thread. So ranks also
+compare while user code computes. Operations of lanes do not enter, since the lane compares their signatures.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(eq=False)
 class Dissemination:
-    """Comparison by messages: between the leaders of the hosts, or between all ranks."""
+    """Comparison by messages, between the leaders of the hosts or between all ranks."""
 
     _transport: Transport
     _ranks: Sequence[int]
@@ -61,7 +61,7 @@ class Dissemination:
     def compare(self, tag: int, signature: int, *, differs: bool = False) -> Comparison:
         """Start to compare the operation with this `tag` (transport lock held).
 
-        `differs` is True if the ranks that this one stands for differ.
+        `differs` is True if ranks of this host are known to differ.
         """
         comparison = Comparison(differs=differs)
         ep = Endpoint(self._transport, tag + _LANE, ranks=self._ranks)
@@ -115,7 +115,7 @@ class Agreement:
 
         `verdicts` is the lane for verdicts of the leader.
 
-        `between` is the comparison of a leader with the others. `several` is True if there are several hosts.
+        `between` is the comparison of a leader with the other leaders. `several` is True if there are several hosts.
         `on_differ` is called with each operation on which ranks differ, once.
         """
         self.several = several
@@ -211,7 +211,7 @@ class Agreement:
                 self._on_differ(operation)
 
     def close(self, error: BaseException) -> None:
-        """Stop comparisons: operations in comparison and later ones end with `error`."""
+        """Stop comparisons. Operations in comparison, and later operations, end with `error`."""
         if self._closed is None:
             self._closed = error
             undecided, self._undecided = self._undecided, {}
@@ -221,4 +221,4 @@ class Agreement:
 
 
 def _keep(_: object, __: BaseException | None) -> None:
-    """Keep the first argument until a transfer has ended."""
+    """Do nothing, as the `done` of a transfer, which keeps the first argument until the transfer has ended."""

@@ -59,7 +59,7 @@ def _check_memory(t: Tensor, name: str) -> None:
     storage, needed = t.untyped_storage(), (t.storage_offset() + t.numel()) * t.itemsize
     if (present := storage.nbytes()) < needed:
         raise ValueError(f"{name} of shape {list(t.shape)} has {present} bytes of memory: expected {needed}")
-    # A fake tensor's storage is on "meta", with a warning from `data_ptr`.
+    # A fake tensor's storage is on "meta". The device comes first, since `data_ptr` of a fake tensor warns.
     if storage.device.type == "meta" or not t.data_ptr():
         raise TypeError(
             f"{name} is a {type(t).__name__} without memory of its own: expected plain memory, as .to_local() of a "
@@ -96,7 +96,7 @@ def check_across(ts: Sequence[Tensor]) -> None:
 
 
 def check_one_place(ts: Sequence[Tensor]) -> None:
-    """Raise ValueError unless `ts` are all on the CPU, or all on CUDA devices: ranks expect either."""
+    """Raise ValueError unless `ts` are all on the CPU, or all on CUDA devices."""
     if len({t.is_cpu for t in ts}) > 1:
         listed = ", ".join(dict.fromkeys(str(t.device) for t in ts))
         raise ValueError(f"ts are on {listed}: expected all on the CPU, or all on CUDA devices")
@@ -134,9 +134,10 @@ def check_name(name: object) -> str:
 
 
 def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = False, part: bool = False) -> Tensor:
-    """Return `out`, or raise unless dtype and room (`numel`, None: may grow) fit and no memory overlaps.
+    """Return `out`, or raise if the dtype or the size does not fit or the memory overlaps the input's.
 
-    `out` may be exactly `t`. With `part`, `out` may be a part of `t`. With `own_block`, `t` may be a part of `out`.
+    `out` needs room for `numel` elements, if given, unless `out` owns its memory and can grow. `out` may be exactly
+    `t`. With `part`, `out` may be a part of `t`. With `own_block`, `t` may be a part of `out`.
     """
     checked = check_tensor(out, "out")
     if checked.dtype is not t.dtype:

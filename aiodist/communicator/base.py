@@ -1,4 +1,4 @@
-"""The general way to build and issue an operation. Parts of a communicator for other packages."""
+"""Builds and issues the operations of a communicator, and gives its parts to other packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from aiodist.types import OPERATIONS, ReduceOp
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
-"""Operations for any devices of the ranks: without NCCL, messages carry the tensors."""
+"""Operations that need no agreement on devices, since messages carry the tensors unless NCCL does."""
 
 
 class Parts(NamedTuple):
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     """The `Registry` that made the communicator."""
     repertoire: Repertoire
     comparing: Callable[[Fingerprint], Any]
-    """Returns the communicator for one call in which the ranks compare the given fingerprint.
+    """Function that returns the communicator for one call in which the ranks compare the given fingerprint.
 
     For interfaces that require more of the ranks, such as equal counts.
     """
@@ -60,15 +60,15 @@ class Upkeep(NamedTuple):
     """Changes that the registry makes to a communicator (see `upkeep_of`)."""
 
     apply_edits: Callable[[Sequence[Edit]], None]
-    """Applies edits to the selector's table, from the next operation on."""
+    """Function that applies edits to the selector's table, from the next operation on."""
     compare_edit: Callable[[Edit], Handle[None]]
-    """Issues the comparison of an edit among the ranks. The communicator is aborted if edits differ."""
+    """Function that issues the comparison of an edit among the ranks. The communicator is aborted if edits differ."""
     set_levels: Callable[[Levels | None, tuple[Base, Sequence[int]] | None], None]
-    """Sets the levels. None uses the levels of the parent communicator among these ranks."""
+    """Function that sets the levels. None uses the levels of the parent communicator among these ranks."""
 
 
 class Base(Group):
-    """The issue of a communicator's operations."""
+    """A group of ranks that issues operations."""
 
     def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Keeper) -> None:
         super().__init__(dispatcher, topology, registry)
@@ -98,7 +98,7 @@ class Base(Group):
                 lambda error: dispatcher.progress.post(lambda: dispatcher.lifetime.abort(error)),
             )
             handle = dispatcher.issue(Fingerprint("selector"), program)
-        return handle.detach()  # no await is needed: every later operation raises the error too
+        return handle.detach()  # no await is needed, since every later operation raises the error too
 
     def _set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None) -> None:
         self._levels, self._made_of = levels, made_of
@@ -135,7 +135,7 @@ class Base(Group):
         outs: Sequence[Tensor | None] = (),
         expects: bool = False,
     ) -> Handle[Any]:
-        """`expects`: results may be on this rank's device, although no tensor of the call is."""
+        """With `expects`, results may be on this rank's device although no tensor of the call is there."""
         nbytes = sum(t.nbytes for t in ts)
         # In the order of the tensors, which is the same on all ranks.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
@@ -170,12 +170,12 @@ class Base(Group):
                 queues=bool(work),
             )
         except BaseException:
-            program.close()  # now, even if the caller keeps the error: the device's next launch waits for the close
+            program.close()  # even if the caller keeps the error, since the device's next launch waits for the close
             raise
         if work:
             attach(handle, work)
         if work and self._dispatcher.pending_more:
-            self._dispatcher.progress.try_poll()  # the device has work while this thread issues many in a row
+            self._dispatcher.progress.try_poll()  # so that the device begins before the next call of this thread
         return handle
 
     def _named(self, terms: Terms) -> Named:

@@ -1,4 +1,4 @@
-"""Claims of an operation on the user's memory until its end. Versions of written tensors."""
+"""Claims of an operation on the user's memory until its end, with new versions of written tensors."""
 
 from __future__ import annotations
 

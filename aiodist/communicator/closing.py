@@ -1,4 +1,4 @@
-"""The open communicators of one world: notified of failures, closed or aborted in reverse order."""
+"""The open communicators of one world, which are notified of failures, and closed or aborted in reverse order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Movement)
 
 
 class Guest(Protocol):
-    """An object that must end before its communicator: a training net, a parameter server."""
+    """An object that must end before its communicator, such as a training net or a parameter server."""
 
     async def close(self) -> None:
         """End in order. All ranks do so at the same time."""
@@ -51,9 +51,9 @@ class OpenCommunicators(Generic[C]):
         self.closing: dict[C, asyncio.Future[None]] = {}
         """Communicators that tasks close, each with a future that is done after the close."""
         self.on_open: list[Callable[[Dispatcher], None]] = []
-        """Called with the dispatcher of each new communicator."""
+        """Functions called with the dispatcher of each new communicator."""
         self.closed_at: tuple[CodeType, int] | None = None
-        """Line of the program that closes the world, if the loop runs in another thread."""
+        """Line of the program that closes the world, if the loop runs in another thread, else None."""
         self.unreceived: list[str] = []
         """Messages from or to this rank that no rank received, on communicators that are closed."""
         self._resources = resources
@@ -101,20 +101,20 @@ class OpenCommunicators(Generic[C]):
                 dispatcher.lifetime.peer_lost(exit)
 
     def device_failed(self, name: str, error: AiodistError) -> None:
-        """Abort a communicator on all ranks: the others may wait for this one on the device."""
+        """Abort a communicator on all ranks, since the others may wait for this rank on the device."""
         for dispatcher in self.dispatchers:
             if dispatcher.name == name:
                 dispatcher.lifetime.abort_everywhere(error)
 
     def broken(self, error: Exception) -> None:
-        """Abort everything on all ranks, since a poller was removed: operations in flight never end."""
+        """Abort everything on all ranks, since a poller was removed, and operations in flight never end."""
         for dispatcher in self.dispatchers:
             dispatcher.lifetime.abort_everywhere(ours(error))
 
     def supersede(self, error: CommunicatorAborted) -> None:
         """Raise `error` in all calls from now on, on all ranks, since the ranks continue in another world.
 
-        Operations that failed because of a lost rank have raised that already.
+        Operations that failed because of a lost rank have raised the loss already.
         """
         for communicator in list(self.open):
             parts_of(communicator).dispatcher.lifetime.supersede(error)
@@ -158,7 +158,7 @@ class OpenCommunicators(Generic[C]):
                 guests.pop()
             dispatcher.lifetime.cancel_receives()
             if dispatcher.lifetime.refusal is None:
-                if dispatcher.lifetime.issuing is not None:  # else the last calls meet calls of other threads
+                if dispatcher.lifetime.issuing is not None:  # else another thread's calls would come between
                     name = dispatcher.name
                     dispatcher.lifetime.issuing.close(
                         CommunicatorClosed(f"communicator {name!r} is being closed", comm=name)
@@ -195,9 +195,9 @@ class OpenCommunicators(Generic[C]):
             await parts_of(communicator).transport.aclose(drained=drained)
 
     async def _meet(self, dispatcher: Dispatcher, until: float) -> MismatchError | None:
-        """Meet all ranks for the last time.
+        """Wait for all ranks in a last barrier.
 
-        Return the mismatch if another rank made one call more before this meeting.
+        Return the mismatch if another rank has made one call more before.
         """
         if self.closed_at is not None:
             dispatcher.oplog.caller = self.closed_at

@@ -2,8 +2,8 @@
 
 If an operation fails on a rank, or signatures differ, every rank makes one *statement* about the number. The statement
 has the signature and text of the operation, the cause of the failure on that rank, and the messages that the rank sent
-and asked for. The statement of a rank that has not issued the number says that. Each rank collects until every other
-rank has made a statement, is known to be dead, or has not answered within `LIVENESS_SECONDS`.
+and asked for. A rank that has not issued the number states this. Each rank collects until every other rank has made a
+statement, is known to be dead, or has not answered within `LIVENESS_SECONDS`.
 
     first failure, or first statement of another rank - own statement - all are known - verdict
                                                                                       - late statements: drain only
@@ -13,8 +13,8 @@ the same statements and exits raise the same error. A mismatch comes before a lo
 one, and a silent rank before a failure of one rank's part. Each of these causes can follow from an earlier one. A rank
 makes only one statement for a number, even if the operation fails later.
 
-Numbers below 0 are of failures outside the order, such as those of messages. Each rank has separate numbers for these.
-The statements of the other ranks only show that those ranks are alive.
+Numbers below 0 are for failures outside the order, such as failures of messages. Each rank has separate numbers for
+these. The statements of the other ranks only show that those ranks are alive.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Verdict(NamedTuple):
     rank: int = -1
     """The rank that is the cause: the first lost rank, else the lowest rank, or -1 if the ranks differ."""
     error: str = ""
-    """The error of that rank's part."""
+    """The first error of the ranks that are the cause, or of any rank if the cause is silent ranks, or ""."""
     sides: str = ""
     """The operation of each rank, if the ranks differ."""
     since: int = -1
@@ -130,7 +130,7 @@ class Conclude(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """All messages of the operation are drained, so its tag can be used again."""
+    """Allow another use of the operation's tag, since all messages of the operation are drained."""
 
     number: int
 
@@ -168,7 +168,7 @@ class Conversations:
         self._open: Latest[_Case] = Latest()
         """Cases that wait for a verdict, or for the lists of other ranks."""
         self.gone: dict[int, bool] = {}
-        """The ranks that left: True for a goodbye."""
+        """The ranks that left, each with True for a goodbye or False for a loss."""
 
     def state(self, number: int, statement: Statement) -> list[Action]:
         """Make the statement of this rank, unless the statement is made already."""
@@ -184,7 +184,7 @@ class Conversations:
         return actions + self._advance()
 
     def hear(self, rank: int, number: int, statement: Statement, sent: Lists, asked: Lists) -> list[Action]:
-        """The statement of another rank arrived."""
+        """Handle the statement of another rank."""
         case, actions = self._case(number)
         if rank in case.answered:
             return actions
@@ -199,12 +199,12 @@ class Conversations:
         return actions + self._advance()
 
     def leave(self, rank: int, *, clean: bool = False) -> list[Action]:
-        """Another rank is dead, or has left with a goodbye if `clean`, and makes no more statements."""
+        """Handle the exit of another rank, which is dead, or has left with a goodbye if `clean`."""
         self.gone.setdefault(rank, clean)
         return self._advance()
 
     def expire(self, number: int) -> list[Action]:
-        """The liveness bound has passed: ranks without an answer are silent."""
+        """Handle the end of the liveness bound, after which ranks without an answer are silent."""
         if (case := self.cases.get(number)) is not None:
             case.expired = True
         return self._advance()
@@ -220,7 +220,7 @@ class Conversations:
         return None if case is None else case.verdict
 
     def _case(self, number: int) -> tuple[_Case, list[Action]]:
-        """Return the conversation about a number, with the actions that open the conversation."""
+        """Return the conversation about a number, with the actions that open a new conversation."""
         case = self.cases.get(number)
         if case is not None:
             return case, []
@@ -228,7 +228,7 @@ class Conversations:
         return case, [StartTimer(number)]
 
     def _advance(self) -> list[Action]:
-        """Conclude what is complete, in the order of the numbers: so ranks count mismatches in a row alike."""
+        """Conclude complete conversations in the order of the numbers, so that all ranks count the same mismatches."""
         actions: list[Action] = []
         blocked = False
         for number, case in sorted(self._open.items()):
@@ -270,7 +270,7 @@ class Conversations:
 def judge(
     statements: dict[int, Statement], silent: tuple[int, ...] = (), gone: dict[int, bool] | None = None
 ) -> Verdict:
-    """Return the verdict on an operation by the statements about it.
+    """Return the verdict on an operation by the statements of the ranks.
 
     `silent` are the ranks without an answer. `gone` are the ranks that left, in the order of the control channel, with
     True for a goodbye. Each rank gets the statements and the exit of another one in this order.
@@ -291,7 +291,7 @@ def judge(
     causes = [rank for rank in sorted(statements) if statements[rank].cause is worst]
     errors = [statements[rank].error for rank in (sorted(statements) if worst is Cause.SILENT else causes)]
     error = next((error for error in errors if error), "")
-    # Any lost rank counts: later ranks may have left because of the first one, which may have made its statement.
+    # Lost ranks with a statement count too, since the other ranks may have left because of the first lost rank.
     named = {Cause.LOST: lost, Cause.SILENT: sorted(silent)}.get(worst, causes)
     return Verdict(worst, named[0], error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
 

@@ -1,4 +1,4 @@
-"""Issues and tracks the operations of a communicator: claims, order, deadlines, completion, failure."""
+"""Issues the operations of a communicator, and connects the parts that compare, end and watch operations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OperationObserver(Protocol):
     """Watches the operations of one communicator."""
 
     def issued(self, handle: Handle[Any], meets: Peer | Named | None = None, /) -> Ended:
-        """Return a callback for the end of `handle`, in any thread. `meets` is the peer of a message or a named use.
+        """Return a callback for the end of `handle`, in any thread. `meets` is a message's peer, a named use, or None.
 
         The callback takes the handle, with the name of the implementation if a lane has run the operation.
         """
@@ -89,7 +89,7 @@ class Dispatcher:
         self.operations = Pending()
         """Pending operations."""
         self.recent = RecentTraffic([] if transport.capabilities().overruns else None)
-        """Messages of the last operations that leave this host."""
+        """Records of the last operations' messages to and from other hosts."""
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
@@ -166,8 +166,8 @@ class Dispatcher:
     # --- issuing -------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
-        """Raise the error of a refused call: closed, aborted, wrong thread or loop."""
-        if self.lifetime.refusal is not None:  # before all else: in a forked child asyncio says that no loop runs
+        """Raise if the communicator was closed or aborted, or if the calling thread or loop is wrong."""
+        if self.lifetime.refusal is not None:  # first, since in a forked child asyncio finds no running loop
             raise self.lifetime.refusal.with_traceback(None)
         if self.lifetime.issuing is None or self.progress.owns_thread():
             self.check_loop()
@@ -184,9 +184,9 @@ class Dispatcher:
             raise RuntimeError(f"{call} of communicator {self.name!r} in thread {seen!r}: call it on the loop's thread")
 
     def traffic(self, seq: int | None = None) -> Traffic | None:
-        """Return the record of the messages of operation `seq`, of the next one if None.
+        """Return the record of the messages of operation `seq`, or of the next operation if None.
 
-        A communicator of one rank has no such record: None.
+        A communicator of one rank has no record and returns None.
         """
         if self.transport.size == 1:
             return None
@@ -234,7 +234,7 @@ class Dispatcher:
 
         The caller must launch the collective next.
 
-        `messages` is False if the collective is one call of a library, which sends no messages of our own.
+        `messages` is False if the collective is one call of a library, which sends no messages of aiodist.
         """
         if isinstance(when, Named):
             named = self.new_handle(Handle, what.kind, nbytes, timeout, when.count)
@@ -278,7 +278,7 @@ class Dispatcher:
         meeting.enter(operation)
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
-        """Issue a barrier: an operation without data that ends when the ranks agree."""
+        """Issue a barrier, an operation without data that ends when the ranks agree."""
         with self.lifetime.undisturbed():
             return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
@@ -347,7 +347,7 @@ _held_over_fork: list[bool] = []
 
 
 def _before_fork() -> None:
-    """Fork while no other thread is in native calls: a lock held there would never be released in the child."""
+    """Fork while no other thread is in a native call, since a lock held there would stay locked in the child."""
     _held_over_fork.append(transport_lock.acquire(timeout=_FORK_SECONDS))
 
 

@@ -9,7 +9,10 @@ from aiodist.handles import internals
 
 
 async def duplicate(coll: Communicator) -> Communicator:
-    """Return a duplicate. A cancellation aborts the duplicate on all ranks, which would wait for this rank."""
+    """Return a duplicate.
+
+    A cancellation aborts the duplicate on all ranks, since other ranks may wait for this rank.
+    """
     made = coll.dup()
     try:
         return await made

@@ -1,4 +1,7 @@
-"""Names that torch, MPI and older versions give the calls of a communicator: AttributeError names the call to use."""
+"""Names that torch, MPI and older versions give the calls of a communicator.
+
+The AttributeError names the call to use.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _COLLECTIVES = {
     **{name: name.removesuffix("v") for name in ("allgatherv", "alltoallv", "gatherv", "scatterv")},
     "scatter": "scatter",
 }
-"""Names of MPI in lower case, and of aiodist."""
+"""Names of aiodist, by the names of MPI in lower case."""
 _MPI = {
     **{name.capitalize(): use for name, use in _COLLECTIVES.items()},
     **{f"I{name}": use for name, use in _COLLECTIVES.items()},

@@ -1,4 +1,4 @@
-"""The state of a stalled rank, for the search for deadlocks: plain data, which can be sent."""
+"""The state of a stalled rank for the search for deadlocks, as plain data that can be sent."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class CommFacts(NamedTuple):
     names: list[list[Any]]
     """Number of uses of each name."""
     sent: list[list[int]]
-    """Numbers of messages to and from each other rank."""
+    """Number of frames to each other rank. `heard` has the number of frames from each."""
     heard: list[list[int]]
     messages: int
-    """Number of messages that this rank has issued, both ways."""
+    """Number of sends and receives that this rank has issued."""
     kept: list[list[int]]
-    """Numbers of synchronous messages to each other rank that have ended, each matched by a receive."""
+    """Number of synchronous sends to each other rank that have ended. A synchronous send ends only after a match."""
     matched: list[list[int]]
-    """Numbers of such messages from each rank that this rank's receives have matched."""
+    """Number of synchronous sends of each other rank that this rank's receives have matched."""
 
 
 class Facts(NamedTuple):
-    """Report of a rank that only the end of a pending operation can continue."""
+    """Report of a rank that can continue only after the end of a pending operation."""
 
     ops: list[PendingOp]
     comms: list[CommFacts]

@@ -1,4 +1,4 @@
-"""Failed operations of a communicator: statements are sent and received, messages drained, operations ended.
+"""Ends the failed operations of a communicator, by an exchange of statements and a drain of messages.
 
 The rules are those of `conversation`. This module has the input and output. Statements travel over the control channel,
 whose listener thread handles them, so a busy loop delays nothing. A rank that has not issued the number answers on that
@@ -51,7 +51,7 @@ from aiodist.errors import (
 from aiodist.handles import Progress
 
 _FINAL = (CommunicatorError, PeerError, asyncio.CancelledError)
-"""Errors that need no conversation: the communicator was aborted, or the operation was withdrawn."""
+"""Errors that need no conversation, since the communicator was aborted, or the operation was withdrawn."""
 
 Then = Callable[[BaseException], object]
 
@@ -59,8 +59,8 @@ Then = Callable[[BaseException], object]
 class Failures:
     """The failed operations of one communicator on this rank.
 
-    All methods hold the transport lock, unless the docstring says otherwise. The dispatcher sets the attributes of the
-    class.
+    The transport lock is held in all methods, unless the docstring says otherwise. The dispatcher sets the attributes
+    of the class.
     """
 
     issued: Issued
@@ -91,7 +91,7 @@ class Failures:
         self._progress = Progress.current()
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
-        """Held for each event of the conversations, and for the question if this rank has issued a number."""
+        """Held for each event of the conversations, and while this rank checks if it has issued a number."""
         self._stated: Latest[Traffic] = Latest()
         """Messages of this rank, by the numbers of its statements."""
         self._not_issued: Latest[None] = Latest()
@@ -132,7 +132,10 @@ class Failures:
             self._state(operation.number, Cause.MISMATCH)
 
     def join(self, operation: CommunicatorOperation) -> bool:
-        """Stop an operation if this rank has made its statement about the number. Return True for a stopped one."""
+        """Stop an operation if this rank has made its statement about the number.
+
+        Return True if the operation is stopped.
+        """
         number = operation.number
         if self.to_fail:
             with self._lock:  # the listener thread may look now if the operation is issued
@@ -147,7 +150,7 @@ class Failures:
     def inquire(self, error: BaseException, then: Then) -> None:
         """Ask if all ranks are alive, then call `then` with the loss of a rank or else with `error`.
 
-        Any thread may ask. `then` holds the transport lock.
+        Any thread may call this. The transport lock is held when `then` is called.
         """
         with self._lock:
             number = -1 - self._rank - self._inquired * len(self._ranks)
@@ -156,7 +159,7 @@ class Failures:
         self._do(self._conversations.state, number, Statement(cause=Cause.FAILED, error=_text(error)))
 
     def cause(self, error: BaseException) -> asyncio.Future[BaseException]:
-        """Return a future of the error to raise in place of `error`: see `inquire` (loop's thread)."""
+        """Return a future of the error to raise in place of `error` (loop's thread). See `inquire`."""
         answer: asyncio.Future[BaseException] = self._progress.loop.create_future()
         self.inquire(error, partial(settle_soon, answer))
         return answer
@@ -164,7 +167,7 @@ class Failures:
     # --- statements -----------------------------------------------------------------------------------------------
 
     def _state(self, number: int, cause: Cause = Cause.NONE, error: str = "") -> None:
-        """Stop the operation on this rank, and make the statement about it."""
+        """Stop the operation on this rank, and make this rank's statement."""
         if number in self._stated:
             return
         operation = self.issued.operation(number, look=True)
@@ -216,13 +219,13 @@ class Failures:
             self._do(self._conversations.state, number, Statement(self.issued.last(), issued=False))
 
     def note_exits(self, *, clean: bool = False) -> None:
-        """Note the lost ranks in the order of the control channel, with `clean` also the ranks that left."""
+        """Note the lost ranks in the order of the control channel. True for `clean` also notes the ranks that left."""
         for exit in self._channel.exits().values():
             for rank, world_rank in enumerate(self._ranks):
                 if exit.rank in (world_rank, HUB) and rank != self._rank and exit.clean <= clean:
                     self._do(partial(self._conversations.leave, rank, clean=exit.clean))
 
-    # --- actions: from any thread, unless they say otherwise ------------------------------------------------------
+    # --- actions in any thread, unless the docstring names a thread -------------------------------------------------
 
     def _do(self, event: Callable[..., list[Action]], *args: Any) -> None:  # noqa: ANN401
         """Perform the actions that an event of the conversations returns."""
@@ -292,7 +295,7 @@ class Failures:
             timer.cancel()
 
     def _expire(self, number: int) -> None:
-        """The liveness bound has passed (loop's thread)."""
+        """Note that the liveness bound has passed (loop's thread)."""
         self.note_exits(clean=True)
         self._do(self._conversations.expire, number)
 
@@ -312,7 +315,7 @@ class Failures:
             self._end(operation, verdict)
 
     def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
-        """End a failed operation after its drain, or now if that would take long."""
+        """End a failed operation after its drain, or now if a rank is lost or silent."""
         if verdict.abort and verdict.cause is not Cause.LOST:
             return  # `_abort` ends the operation
         operation.verdict = error = self._error(operation.number, verdict, operation.error)
@@ -340,7 +343,7 @@ class Failures:
             self._progress.with_lock(settle)
 
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
-        """Return the error that this rank raises, if its own part failed with `own`."""
+        """Return the error that this rank raises. Its own part failed with `own`, or `own` is None."""
         called, rank = self.issued.title(number), verdict.rank
         own = None if isinstance(own, (Differ, Stopped)) else own
         silent = f"{name_ranks(verdict.silent)} did not answer within {LIVENESS_SECONDS:g} s"
@@ -368,7 +371,7 @@ class Failures:
         )
 
     def abort(self, error: AiodistError) -> None:
-        """End the inquiries: the communicator is aborted."""
+        """End the inquiries, since the communicator is aborted."""
         while self._inquiries:
             _, (_, then) = self._inquiries.popitem()
             then(again(error))

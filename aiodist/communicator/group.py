@@ -1,4 +1,4 @@
-"""A group of ranks: the properties and the statistics of a communicator."""
+"""A group of ranks, with the properties and the statistics of a communicator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WaitingCall:
     by_operation: Mapping[str, tuple[float, ...]]
     """The same sums by operation, such as "allreduce"."""
     compared: int
-    """Number of compared collectives: above some thousand per second only the last ones are compared."""
+    """Number of compared collectives. Above some thousand per second, only the last ones are compared."""
     clock_error: float
     """Largest error of the difference of two clocks, in seconds."""
 
@@ -56,7 +56,7 @@ class CommunicatorStatistics:
     collectives: int
     """Number of collectives issued without a name, equal on all ranks."""
     pending: int
-    """Number of unfinished operations: collectives and messages."""
+    """Number of unfinished collectives and messages."""
     arena_bytes: int
     """Bytes of tensors in the arena that this rank gave to collectives in the host's shared memory."""
     ordinary_bytes: int
@@ -68,7 +68,7 @@ class CommunicatorStatistics:
 
 
 class Keeper(Protocol):
-    """State shared by the communicators of one rank: the interface of the registry."""
+    """The registry, with the state that the communicators of one rank share."""
 
     resources: Resources
     stop_requested: bool
@@ -113,12 +113,12 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Name in error messages: "world", or a path below "world"."""
+        """Name in error messages, which is "world" or a path below "world"."""
         return self._dispatcher.name
 
     @property
     def generation(self) -> int:
-        """0, then a higher number after each `shrink` and `grow`, and in `init` on a rank that joins."""
+        """Number of the world's generation, from 0. Higher after each `shrink` and `grow`, and on a rank that joins."""
         return self._registry.generation.number
 
     @property
@@ -147,7 +147,7 @@ class Group:
 
     @property
     def levels(self) -> Levels:
-        """Groups of the ranks: of `init(levels=)` or of a span, by default of the hosts. `print` shows the groups.
+        """Groups of the ranks by `init(levels=)`, by a span, or by default by host. `print` shows the groups.
 
         The ranks of a `dup`, `group` or `split` keep their groups.
         """
@@ -185,17 +185,17 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """This rank's CUDA device, number `local_rank` modulo the visible ones, or the CPU."""
+        """This rank's CUDA device, number `local_rank` modulo the number of visible devices, or the CPU."""
         return self._device
 
     @property
     def backend(self) -> str:
-        """The transport: "mpi", "shm", "gloo" or "local"."""
+        """Name of the transport, "mpi", "shm", "gloo" or "local"."""
         return self._transport.name
 
     @property
     def selector(self) -> Selector:
-        """Table of implementations by operation and size: `print` shows the table, and `set` edits the table."""
+        """Table of implementations by operation and size. `print` shows the table, and `set` edits the table."""
         return self._selector
 
     def availability(self) -> Availability:

@@ -1,8 +1,8 @@
-"""Inquiries: ranks ask for the state of others over the control channel, even if a main thread is blocked.
+"""Ranks ask for the state of other ranks over the control channel, even if a main thread is blocked.
 
 The answer of a rank has its last operation, its waits, and the current lines of its program. Each rank answers twice:
 immediately from the listener thread, and later from its loop. So the asking rank can distinguish a busy rank (only the
-first answer) from one that is stopped or holds the GIL (no answer).
+first answer) from a rank that is stopped or holds the GIL (no answer).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Wait(NamedTuple):
     seconds: float
     """Duration of the wait, to a tenth of a second."""
     ranks: list[int]
-    """World ranks that the wait is for, as far as known."""
+    """World ranks that the rank waits for, as far as known."""
 
     def __str__(self) -> str:
         whom = f"for {name_ranks(self.ranks)} " if self.ranks else ""
@@ -65,19 +65,22 @@ class Whereabouts(NamedTuple):
 
 @dataclass(eq=False)
 class _RankEntry:
-    """Questions to one rank, with the answers."""
+    """Questions to one rank, with the answers. Times are in seconds of the loop's clock."""
 
     number: int = 0
     """Number of the last question."""
     asked: float = -inf
+    """Time of the last question."""
     answered: float = -inf
+    """Time of the last answer or unsolicited state."""
     answer: Whereabouts = Whereabouts("", [], [])  # noqa: RUF009  - it is never changed
     answer_to: int = 0
     """Number of the answered question, or -1 for an unsolicited state."""
     loop_answer_to: int = 0
+    """Number of the last question that the rank's loop has answered."""
 
     def loop_answers(self, now: float) -> bool | None:
-        """Return True if the rank's loop has answered, False if not in time, None if it may still answer."""
+        """Return True if the rank's loop has answered, False if not in time, or None if the loop may still answer."""
         if self.answer_to < 0:
             return None
         if self.answer_to <= self.loop_answer_to:
@@ -86,7 +89,7 @@ class _RankEntry:
 
 
 class Inquiry:
-    """Questions and answers of one rank. Times are those of the loop's clock.
+    """Questions and answers of one rank. Times are in seconds of the loop's clock.
 
     Messages arrive on the control channel's listener thread, which replaces one reference at a time.
     """
@@ -124,7 +127,7 @@ class Inquiry:
             self.channel.send(rank, _TOPIC, ["ask", comm, entry.number])
 
     def hint(self, rank: int, last: str) -> None:
-        """Record the last operation of `rank`, which came with another message."""
+        """Record the last operation of `rank`, from another message, unless an answer is recent."""
         entry = self._entries.setdefault(rank, _RankEntry())
         now = self.now()
         if entry.answer_to < 0 or now - entry.answered > _NEWS_SECONDS:
@@ -136,7 +139,7 @@ class Inquiry:
         self.channel.broadcast(_TOPIC, ["report", "", 0])
 
     def answer(self, rank: int, since: float) -> Whereabouts | None:
-        """Return the answer of `rank` since the time `since`."""
+        """Return the answer of `rank` since the time `since`, or None."""
         entry = self._entries.get(rank)
         return entry.answer if entry is not None and entry.answered >= since else None
 

@@ -1,4 +1,4 @@
-"""The operations that this rank has issued, by number, as other ranks ask about them after a failure."""
+"""Finds the operations that this rank has issued, by number, for other ranks that ask after a failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Issued:
     def operation(self, number: int, *, look: bool = False) -> CommunicatorOperation | None:
         """Return the collective in flight with that number (transport lock held).
 
-        True for `look` takes the news of the lane first.
+        True for `look` first lets the lane settle the handle, or pass the operation on to a program.
         """
         if number >= NAMED:
             use = self.names.find(number)
@@ -38,7 +38,7 @@ class Issued:
         return self._operations.take_over(one) if isinstance(one, Handle) else one
 
     def traffic(self, number: int) -> Traffic:
-        """Return the record of the operation's messages, an empty one if there is none."""
+        """Return the record of the operation's messages, or an empty record if there is none."""
         use = self.names.find(number)
         return (self._recent.get(number) if use is None else use.traffic) or Traffic()
 
@@ -58,6 +58,6 @@ class Issued:
         return "a named operation" if use is None else f"operation {use.name!r} #{use.count}"
 
     def last(self) -> str:
-        """Return the last collective with its line, "" before the first."""
+        """Return the last collective with its line, or "" before the first."""
         record = self._oplog.last()
         return "" if record is None else record.text()

@@ -7,9 +7,9 @@ from types import TracebackType
 
 
 class Issuing:
-    """Allows one issuing thread at a time: a call of another thread raises, without effect on the first call.
+    """Allows one issuing thread at a time. A call of another thread raises, without effect on the first call.
 
-    Two calls at the same time are an error of the program, since the other ranks cannot know the order: `_issuer` has
+    Two calls at the same time are an error of the program, since the other ranks cannot know the order. `_issuer` has
     the issuing thread. No other thread waits for that thread. Every call also holds `_lock`. The loop holds `_lock`
     (`with issuing:`) for changes that exclude calls, such as the refusal of later calls. A call may make nested calls.
     """
@@ -17,7 +17,7 @@ class Issuing:
     def __init__(self, name: str) -> None:
         self._name = name
         self._issuer: dict[None, threading.Thread] = {}
-        """The issuing thread, if any: `setdefault` of a dict tests and enters atomically."""
+        """The issuing thread, if any, in a dict, whose `setdefault` tests and enters atomically."""
         self._depth = 0
         self._closed: BaseException | None = None
         """Error of calls of threads other than the one that closes the communicator."""
@@ -25,7 +25,7 @@ class Issuing:
         self._lock = threading.RLock()
 
     def begin(self) -> None:
-        """Begin a call of this thread. Raise `RuntimeError` with both threads if another one is issuing."""
+        """Begin a call of this thread. Raise `RuntimeError` with both threads if another thread is issuing."""
         this = threading.current_thread()
         if self._closed is not None and this is not self._closer:
             raise self._closed.with_traceback(None)
@@ -46,7 +46,7 @@ class Issuing:
             self._issuer.clear()
 
     def close(self, error: BaseException) -> None:
-        """Allow only calls of this thread: later calls of other threads raise `error`."""
+        """Allow only calls of this thread. Later calls of other threads raise `error`."""
         with self._lock:
             self._closed, self._closer = error, threading.current_thread()
 

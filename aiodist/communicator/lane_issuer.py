@@ -1,4 +1,4 @@
-"""Operations in lanes: the compiled core issues them, and programs continue those that no lane can run."""
+"""The issue of operations in lanes by the compiled core. Programs continue operations that no lane can run."""
 
 from __future__ import annotations
 

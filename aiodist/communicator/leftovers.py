@@ -1,4 +1,4 @@
-"""Leftovers at the end: messages without a receive, and communicators that the program never closed."""
+"""Warns at the end of messages without a receive, and of communicators that the program never closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of ranks in levels: every rank has the whole hierarchy.
+"""Groups of ranks in levels. Every rank has the whole hierarchy.
 
 Level 0 is one group of all ranks. Each level splits every group of the level above by a key. The idea of trees and
 cartesian links is from TorchMPI (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
@@ -106,7 +106,7 @@ class Levels:
         return tuple(found)
 
     def link(self, level: int) -> Group:
-        """Return the ranks linked with this one, this one too. In a tree only first ranks have links."""
+        """Return this rank and the ranks linked with this rank. In a tree only first ranks have links."""
         return next((linked for linked in self.links(level) if self.rank in linked), ())
 
     def fallen(self, since: int = 1) -> list[str]:

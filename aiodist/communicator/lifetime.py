@@ -1,4 +1,4 @@
-"""The end of a communicator: operations in flight are drained or aborted, later calls refused."""
+"""Ends a communicator: drains or aborts the operations in flight, and refuses later calls."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Lifetime:
         self.issuer: _core.Issuer | None = None
         """The compiled core's part of issuing, or None if no lane can run operations."""
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
-        """Called with each lost rank, or -1 if the hub is lost."""
+        """Functions called with each lost rank, or -1 if the hub is lost, and the error."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
-        """Called at an abort for any reason, and once more if another rank aborts the communicator after a loss."""
+        """Functions called at an abort for any reason, and again if another rank aborts the communicator later."""
         self.stops: list[Callable[[AiodistError], object]] = []
-        """Abort the parts of the communicator (transport lock held)."""
+        """Functions that abort the parts of the communicator (transport lock held)."""
         self.subscriptions: list[Callable[[], object]] = []
-        """End the subscriptions of messages of other ranks."""
+        """Functions that end the subscriptions of messages of other ranks."""
         self._name, self._rank = place
         self._ranks = tuple(ranks)
         self._progress = progress
@@ -83,7 +83,10 @@ class Lifetime:
         return [handle for handle, meets in self._operations.items() if meets is True and internals.is_pending(handle)]
 
     def cancel_receives(self) -> None:
-        """Withdraw every receive without a message, and warn of each, visibly for a receive never awaited."""
+        """Withdraw every receive without a message.
+
+        Warn of each, by a RuntimeWarning if no code awaited the receive.
+        """
         for handle in self.pending():
             forgotten = not (internals.is_retrieved(handle) or internals.is_awaited(handle))
             if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
@@ -106,7 +109,7 @@ class Lifetime:
                 raise OperationTimeout(text, late=late, comm=self._name)
 
     def peer_lost(self, exit: Exit) -> None:
-        """A rank of this communicator is lost: pending operations and every later call raise that."""
+        """Abort this communicator with the loss of a rank, and notify `on_lost`."""
         error = exit.error()
         self._failures.note_exits()
         self.abort(error)
@@ -134,7 +137,7 @@ class Lifetime:
     def abort_everywhere(self, error: AiodistError) -> None:
         """Abort the communicator on all ranks, unless aborted already."""
         if self.refusal is None:
-            # First, so that no rank takes lost messages for the cause.
+            # Before the abort on this rank, so that no rank takes lost messages for the cause.
             self._failures.tell_abort(f"rank {self._rank}: {error}")
             self.abort(error)
 
@@ -147,14 +150,14 @@ class Lifetime:
                 self._progress.loop.call_later(LIVENESS_SECONDS, self._failures.tell_abort, text)
 
     def break_off(self, error: BaseException) -> None:
-        """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
+        """Abort the communicator, whose ranks cannot be compared any more, with `error` or the loss of a rank."""
         wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
         wrapped.__cause__ = error
         abort = partial(self.abort_everywhere, wrapped)
         self._failures.inquire(wrapped, lambda _: self._progress.post(abort))
 
     def abort(self, error: AiodistError) -> None:
-        """Reject pending operations and refuse later calls. Buffers stay owned by transfers that never end."""
+        """Reject pending operations and refuse later calls. Transfers that never end keep their buffers."""
         if self.refusal is not None:
             if isinstance(error, CommunicatorAborted):
                 self._notify_aborted(error)

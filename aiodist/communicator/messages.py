@@ -1,4 +1,4 @@
-"""Calls between two ranks: tensors in messages, and iteration over messages of both kinds."""
+"""Calls between two ranks, which send and receive tensors, and iterate over messages of tensors and objects."""
 
 from __future__ import annotations
 
@@ -226,8 +226,8 @@ class PointToPoint(Base):
 
         The iterator yields tensors (of `send`) and objects (of `send_object`), each as a `Message` with source, tag and
         data. Each turn posts one receive, and receives match in the order of their calls. So a `recv()` issued before
-        wins the next message, and one issued in the body of the loop wins a message that comes meanwhile. Leaving or
-        cancelling the loop loses no message. The loop ends only so, or by an error.
+        the turn gets the next message, and a `recv()` in the loop's body gets a message that comes meanwhile. Leaving
+        or cancelling the loop loses no message. The loop ends only when left or cancelled, or by an error.
 
         Raises ValueError at the call if `src` is no rank or `tag` is out of range. The loop raises the errors of
         `recv`: OperationTimeout if no message comes for `timeout` seconds, PeerLost if `src` is lost. Unpickling an

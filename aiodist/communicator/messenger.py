@@ -1,16 +1,16 @@
-"""Messages between two ranks: sends and receives, from issue to end.
+"""Issues and ends the messages between two ranks.
 
 [Note: states of a receive] Each change is made with the transport lock held.
 
-- *posted*: the mailbox has the receive, or the inbox does until the lock is free. Only the program holds the handle:
-  the receive has a weak reference, with a strong one (`_held`) only while code waits. The receive ends when the program
+- *posted*: the mailbox has the receive, or the inbox does until the lock is free. Only the program holds the handle.
+  The receive has a weak reference, and a strong one (`_held`) only while code waits. The receive ends when the program
   drops the handle.
 - *matched*: the receive owns a message, which may be in flight. `Pending` holds the handle until the end.
 - *finished*: the handle is settled.
 - *paused*: the last wait ended without the outcome, by cancellation or a deadline. A posted receive leaves the mailbox.
   The message of a matched receive returns to its old place in the mailbox, for the next receive that matches. A message
-  in flight returns too, and so does an arrived message that no code has seen. The handle is pending, with the caller's
-  memory free. The next wait posts the receive again, as the last one.
+  in flight returns too, and so does an arrived message that no code has seen. The handle is pending, and the caller's
+  memory is free. The next wait posts the receive again, as the last one.
 
 A message in flight into the caller's memory cannot return before its arrival, so its receive is not paused.
 
@@ -59,11 +59,11 @@ class Reception:
     into: Tensor | None
     claims: Sequence[Claim]
     work: Callable[[], tuple[list[DeviceWork], Callable[[], DeviceWork] | None]]
-    """Returns the work on devices, and a factory of the work for a message from a device."""
+    """Function that returns the work on devices, and a factory of the work for a message from a device."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
     sends: bool = False
-    """True for a `sendrecv`, which ends only after its own send: see `Receiving.sending`."""
+    """True for a `sendrecv`, which ends only after its own send (see `Receiving.sending`)."""
 
 
 class Messenger:
@@ -85,7 +85,7 @@ class Messenger:
         peer: Peer,
         convert: Callable[[Any], Any] | None = None,
     ) -> CommunicatorOperation:
-        """Return an operation of messages with `peer`: checked, claimed and in the table.
+        """Return an operation of messages with `peer`, which is checked, claimed and in the table.
 
         `launch` starts the operation.
         """
@@ -100,7 +100,7 @@ class Messenger:
         self.dispatcher.start(nbytes, self.settlement.run, operation, program)
 
     def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
-        """Issue a receive, and return its operation and handle. Only the program holds the handle before a match."""
+        """Issue a receive, and return its handle and operation. Only the program holds the handle before a match."""
         handle: Posted[Any] = self.dispatcher.new_handle(Posted, op, asked.nbytes, timeout)
         receiving = Receiving(self, handle, asked)
         try:
@@ -130,7 +130,10 @@ class Messenger:
             self.progress.post(receiving.lapse)
 
     def cancel_all(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
-        """Withdraw the handle `together`, then all receives. Return False, without change, if one has a message."""
+        """Withdraw the handle `together`, then all receives.
+
+        Return False, without change, if a receive has a message.
+        """
         withdrawn = False
 
         def now() -> None:
@@ -146,7 +149,7 @@ class Messenger:
         return withdrawn
 
     def locked(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make `call` with the transport lock held (any thread, the loop's also with the lock)."""
+        """Make `call` with the transport lock held (any thread). The loop's thread may hold the lock already."""
         if self.progress.owns_thread():
             self.progress.with_lock(call, *args)
         else:
@@ -381,7 +384,7 @@ class Receiving:
         mailbox.match_again()
 
     def _hand_over(self, handle: Handle[Any], operation: CommunicatorOperation, wanted: MailboxReceive) -> None:
-        """The message goes to another receive. A new handle stands for the rest of its transfer."""
+        """Put the message back for another receive. A new handle represents the rest of the transfer."""
         operation.given_back = self._messenger.mailbox.put_back(wanted)
         operation.handle = wanted.handle = stand_in = self._messenger.stand_in(handle)
         self._operation = None
@@ -402,7 +405,7 @@ class Receiving:
     # --- the other half of a sendrecv -------------------------------------------------------------------------
 
     def sent(self, error: BaseException | None) -> None:
-        """The other half is finished (transport lock held)."""
+        """Note that the other half is finished (transport lock held)."""
         self.sending, self._unsent = None, error
         came, self._arrived = self._arrived, None
         if came is not None:

@@ -123,7 +123,7 @@ class Movement(Base):
 
         Args:
             t: a tensor; a number, which gives a list of numbers; or a list of tensors, which gives a list of results.
-            out: a tensor for all of them, concatenated along dim 0. Each tensor is then `(rows, ...)` with the same
+            out: a tensor for all tensors, concatenated along dim 0. Each tensor is then `(rows, ...)` with the same
                 trailing shape, or a number as one row. A small `out` that owns its memory grows. `t` may be this rank's
                 block of `out`.
             across: True returns one flat list for the list `t`, in the order rank * len + i. The tensors are as in
@@ -191,8 +191,8 @@ class Movement(Base):
 
         Args:
             t: a tensor, a number, or a list of tensors, as in `allgather`.
-            root: the rank that gets them.
-            out: on root, a tensor of shape `(all rows, ...)` for all of them, as in `allgather`; ignored elsewhere.
+            root: the rank that gets the tensors.
+            out: on root, a tensor of shape `(all rows, ...)` for all tensors, as in `allgather`; ignored elsewhere.
             timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
             impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
@@ -235,7 +235,7 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Distribute a list of tensors from `root`: each rank gets one.
+        """Distribute a list of tensors from `root`, one to each rank.
 
         Every rank makes this call with the same `root`. Only root gives tensors, of any shapes, which are not changed.
 
@@ -293,7 +293,7 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[list[Any]]:
-        """Exchange tensors: `ts[r]` of each rank goes to rank r.
+        """Exchange tensors, so that `ts[r]` of each rank goes to rank r.
 
         Every rank makes this call with a list of p tensors of any shapes, which are not changed.
 
@@ -310,7 +310,7 @@ class Movement(Base):
         Raises:
             TypeError: if `ts` is no list of tensors.
             ValueError: if `ts` has not p tensors, or with `impl="bruck"` different shapes.
-            MismatchError: on await, with `impl="bruck"`, if those of other ranks have different shapes.
+            MismatchError: on await, with `impl="bruck"`, if tensors of other ranks have different shapes.
 
         Example:
             ```python
@@ -332,7 +332,7 @@ class Movement(Base):
             check_out(into, t, numel=0)
             check_apart(into, lists[0], t)
         terms = Terms(timeout, impl, name)
-        # Detached: an `out`, which may grow, may be one of them.
+        # Detached, since an `out`, which may grow, may be one of these tensors.
         detached = [[t.detach() for t in one] for one in lists]
         p = self._primitives(terms)
         program = prepare(each, p, operations.alltoall, detached, None, {"out": outs}, listed=nested)
@@ -350,7 +350,7 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Tensor]:
-        """Exchange rows of one tensor: each rank gets a block of rows from every rank.
+        """Exchange rows of one tensor, so that each rank gets a block of rows from every rank.
 
         Every rank gives a `t` of shape `(rows, ...)`, which is not changed, except as `out`. Without `sizes`, `t` has
         one shape on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]` rows of
@@ -376,13 +376,13 @@ class Movement(Base):
         # The shape of `t` if the ranks send equal blocks, else of a row.
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")
-        # Detached: `out`, which may grow, may be t itself.
+        # Detached, since `out`, which may grow, may be t itself.
         program = prepare(operations.alltoall_single, self._primitives(terms), t.detach(), out, sizes)
         what = Fingerprint("alltoall_single", kind_of(t), shape, form)
         return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
-        """Return the argument of scatter or alltoall as a list of lists, with True if no change was needed."""
+        """Return the argument of scatter or alltoall as a list of lists, with True if `ts` is a list of lists."""
         nested = isinstance(ts, Sequence) and bool(ts) and not isinstance(ts[0], Tensor)
         if nested and out is not None:
             raise ValueError("out= goes with one list of tensors: expected ts to be one list, not a list of lists")
@@ -393,7 +393,7 @@ class Movement(Base):
     def barrier(self, *, timeout: float | None = None, name: str | None = None) -> Handle[None]:
         """Wait until every rank has made this call.
 
-        A barrier waits for the other ranks, not for operations: earlier handles that were never awaited are still
+        A barrier waits for the other ranks, not for operations. Earlier handles that were never awaited are still
         reported.
 
         Args:

@@ -1,4 +1,4 @@
-"""Named operations: matched across ranks by name, in any order of issue.
+"""Named operations, which the ranks match by name, in any order of issue.
 
 A name gets a number once from rank 0, the *leader*, over the control channel. Operations match by this number and the
 count of earlier uses of the name, in any order of issue.
@@ -43,7 +43,7 @@ class Named(Use):
     endpoints: list[Endpoint] = field(default_factory=list)
     """Endpoints of the program, which get their tag and key before the start."""
     edition: int = 0
-    """Hash of an edited selector table, which named operations are not ordered with, or 0 for the default."""
+    """Hash of the selector's table, or 0 for the default table. Edits and named operations have no common order."""
     operation: CommunicatorOperation | None = None
     """The operation, until its end."""
 
@@ -63,7 +63,7 @@ class _Name:
     """Next use, from the call until the issue."""
     last: Callable[[], Handle[Any] | None] = lambda: None
     recent: tuple[Named, ...] = ()
-    """Last two uses: another rank may still run the first of them and fail."""
+    """Last two uses, since another rank may still run the first of them and fail."""
     waiting: Named | None = None
     """Use that waits for the number, or for held operations (lock held)."""
     held: set[int] = field(default_factory=set)
@@ -86,8 +86,8 @@ class Names:
     ) -> None:
         """`ranks` are the world ranks of the communicator's ranks, in order.
 
-        `on_differ` is called with each operation that the ranks differ on, `broken` with an error of the comparison.
-        The transport lock is held in both calls.
+        `on_differ` is called with each operation on which ranks differ, `broken` with an error of the comparison. The
+        transport lock is held in both calls.
         """
         self.issued = 0
         """Number of issued operations."""
@@ -118,7 +118,7 @@ class Names:
     # --- issuing ---------------------------------------------------------------------------------------------
 
     def next(self, name: str) -> Named:
-        """Return the next use of `name`, the same one until its issue.
+        """Return the next use of `name`, the same object until its issue.
 
         Raises ValueError while the last use is in flight, and for too many names.
         """
@@ -202,7 +202,7 @@ class Names:
                 self._on_differ(operation)
 
     def hold(self, number: int) -> None:
-        """Hold the name until `release`: later uses wait, since the tag of the failed operation `number` will repeat.
+        """Let later uses of the name wait until `release`, since the tag of the failed operation `number` will repeat.
 
         The other ranks wait for this rank meanwhile, and so keep their record of that operation.
         """
@@ -230,7 +230,7 @@ class Names:
         return {name: known.issued for name, known in list(self._names.items())}
 
     def find(self, number: int) -> Named | None:
-        """Return the operation with that number, or None before its issue here and when no longer recorded."""
+        """Return the operation with that number, or None if this rank has not issued or has forgotten the operation."""
         known = self._by_number.get(name_in(number))
         return next((use for use in (known.recent if known else ()) if use.number == number), None)
 

@@ -35,7 +35,7 @@ class OperationState(Enum):
     CHECKED = "checked"
     """The ranks that must agree before the start have agreed."""
     STARTED = "started"
-    """Transfers may use the bytes. Operations of lanes begin here: the lane itself compares the signatures."""
+    """Transfers may use the bytes. Operations of lanes begin here, since the lane compares the signatures."""
     DRAINED = "drained"
     """No transfer uses the bytes, which are released."""
     DONE = "done"
@@ -46,15 +46,15 @@ class When(Enum):
     """When an operation may begin."""
 
     NOW = "now"
-    """Immediately: NCCL queues the operation while the ranks compare."""
+    """Immediately, since NCCL queues the operation while the ranks compare."""
     HOST = "host"
-    """When the ranks of its host agree: messages that leave the host can be drained."""
+    """When the ranks of its host agree, since messages that leave the host can be drained."""
     ALL = "all"
-    """When all ranks agree: a collective of a library cannot be stopped."""
+    """When all ranks agree, since a collective of a library cannot be stopped."""
 
 
 class Peer(NamedTuple):
-    """The other ends of a message, as in the call, or None for no such end."""
+    """The ranks at the other end of a message. A send has no `src`, and a receive no `dst` (None)."""
 
     src: int | None
     dst: int | None
@@ -83,7 +83,7 @@ class Use:
     came: set[int] = field(default_factory=set)
     """Other ranks known to have issued this use."""
     number: int = -1
-    """Number of the operation, after the name has a number (see `number_of_use`)."""
+    """Number of the operation (see `number_of_use`), or -1 until the name has a number."""
     record: Record | None = None
     """The operation with its line."""
 
@@ -94,7 +94,7 @@ class Use:
 
 
 class Event:
-    """A one-time event with an error or none, awaited by a program as `transfer(event.wait)`."""
+    """An event that is set once, with an error or with None. A program awaits it as `transfer(event.wait)`."""
 
     is_set: bool = False
     error: BaseException | None = None
@@ -118,14 +118,17 @@ class Event:
 
 @dataclass(eq=False)
 class CommunicatorOperation(Operation[Any]):
-    """An operation of a communicator. `handle` is the user's side."""
+    """An operation of a communicator. The user awaits `handle`."""
 
     handle: Handle[Any] | None  # type: ignore[assignment]
     """The handle to settle, or None for a receive without a message."""
     claims: Sequence[Claim] = ()
     """Bytes that the operation reads or writes until DRAINED."""
     convert: Callable[[Any], Any] | None = None
-    """Makes the result, on the thread of the loop or on a waiting thread. May run code of the user."""
+    """Function that makes the result, on the thread of the loop or on a waiting thread, or None.
+
+    May run code of the user.
+    """
     _: KW_ONLY
     meets: Any = True
     """True for a collective in the order of all ranks, else the `Peer` of a message or the use of a name."""
@@ -135,7 +138,7 @@ class CommunicatorOperation(Operation[Any]):
     """Hash of the number and of the facts that must be equal on all ranks, or 0 for a message and in a lane."""
     when: When = When.HOST
     traffic: Traffic | None = None
-    """Record of the messages between hosts."""
+    """Record of the messages between hosts, or None."""
     large: bool = False
     """True if only the progress thread may start the operation."""
     state: OperationState = OperationState.NEW
@@ -144,9 +147,9 @@ class CommunicatorOperation(Operation[Any]):
     agreed: Event = field(default_factory=Event, init=False)
     """Set when all ranks agree, or with the reason why the operation does not count."""
     compared: LaneOperation | None = field(default=None, init=False)
-    """Comparison within the host."""
+    """Comparison within the host, or None."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
-    """Callback in place of `handle` after another receive was given the message."""
+    """Callback for the end of the transfer, in place of `handle`, if the message is for another receive now."""
     error: BaseException | None = field(default=None, init=False)
     """Error of this rank's part, or `Differ` after a failure on another rank. Then no result ends the operation."""
     verdict: BaseException | None = field(default=None, init=False)
@@ -240,11 +243,11 @@ class Pending:
         return operation.handle is not None and self.others.pop(operation.handle, None) is not None
 
     def collective(self, number: int) -> Handle[Any] | CommunicatorOperation | None:
-        """Return the collective with that number: the operation, or the handle in a lane."""
+        """Return the collective with that number, as an operation, or as a handle while in a lane."""
         return self.collectives.get(number)
 
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
-        """Return the operation of a lane's handle, made at the first call, or None if the handle is done."""
+        """Return the operation of a lane's handle, or make the operation first. None if the handle is done."""
         if (operation := self.find(handle)) is not None:
             operation.claims = claims or operation.claims
             return operation
@@ -273,7 +276,7 @@ class Pending:
         return one if isinstance(one, CommunicatorOperation) and one.handle is handle else None
 
     def items(self) -> list[tuple[Handle[Any], Any]]:
-        """Return each handle with the counterpart: True for a collective, else a `Peer` or the use of a name."""
+        """Return each handle with its counterpart: True for a collective, else a `Peer` or the use of a name."""
         found = [(_handle_of(one), True) for one in self.collectives.copy().values()]
         found += [(handle, one.meets) for handle, one in self.others.copy().items()]
         waiting = [one for one in list(self.posted.values()) if not one.paused]

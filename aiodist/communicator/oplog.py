@@ -1,4 +1,4 @@
-"""The collectives that a communicator issued, in order: number, description and calling line of each.
+"""The collectives that a communicator issued, in order, each with number, description and calling line.
 
 A record costs a fraction of a microsecond. The log is read when ranks disagree, or wait long for one another.
 """
@@ -23,7 +23,7 @@ _KEPT = 4096
 
 
 class Latest(dict[int, _Value]):
-    """A dict by number of operation with the latest entries only: later messages about older ones are not expected."""
+    """A dict by number of operation that keeps the latest 4,096 entries. No message is expected about older entries."""
 
     def __setitem__(self, number: int, value: _Value) -> None:
         super().__setitem__(number, value)

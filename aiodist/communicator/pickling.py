@@ -1,4 +1,4 @@
-"""Python objects as tensors of bytes: pickle protocol 5, large buffers out of band.
+"""Python objects as tensors of bytes, by pickle protocol 5 with large buffers out of band.
 
 Objects are framed by length, not by a sentinel. Unpickling runs code of the sender's choice: use this call only among
 ranks that trust one another. Tensors are sent without pickle.

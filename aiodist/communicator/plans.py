@@ -1,10 +1,10 @@
-"""Plans: how calls with one signature start. A plan is made at the first call and kept.
+"""A plan starts all calls with one signature. A plan is made at the first call and kept.
 
 A plan starts an operation in one of four ways: in a lane of the compiled core, if all ranks share memory, by one native
 call of a library, by one call that queues on a device, or by a program. Calls with other arguments, such as a list,
-have no plan, and outside a lane none with `out=`. One rank may use a lane while another one uses a program, for a
-tensor of a subclass or in another thread. The shapes of an allgather may also differ. The lane finds both cases, and
-all ranks continue with the program.
+have no plan, and neither has a call with `out=` outside a lane. One rank may use a lane while another one uses a
+program, for a tensor of a subclass or in another thread. The shapes of an allgather may also differ. The lane finds
+both cases, and all ranks continue with the program.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Form(NamedTuple):
 
 
 async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature) -> Any:  # noqa: ANN401
-    """Run the program of a call that no lane can run."""
+    """Run the program of a call with this signature."""
     root = call.root or 0
     if call.kind == "broadcast":
         return (await operations.broadcast(p, [t], root))[0]
@@ -91,7 +91,7 @@ async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature
 
 
 async def _planned(p: Primitives, t: Tensor, call: Signature, given: Tensor) -> Any:  # noqa: ANN401
-    """Run the program of a call without `out` on `t`. The result of an operation in place is the given tensor."""
+    """Run the program of a call without `out` on `t`. An operation in place returns the `given` tensor."""
     result = await _general(p, t, None, call)
     return given if result is not None and call.kind in _IN_PLACE else result
 
@@ -113,7 +113,7 @@ class QueuePlan(NamedTuple):
     implementation: str
     queue: Queue
     stream: Callable[[], torch.cuda.Stream]
-    """Returns the caller's current stream of the device. Raises RuntimeError while the stream captures a graph."""
+    """Function that returns the device's current stream, or raises RuntimeError if the stream captures a graph."""
 
 
 class ProgramPlan(NamedTuple):
@@ -132,7 +132,7 @@ class Plans:
     def __init__(
         self, dispatcher: Dispatcher, device: torch.device, queue_of: Callable[[Signature, Repertoire], Queue | None]
     ) -> None:
-        """`queue_of` returns the function that queues such an allreduce on a device in one call, or None."""
+        """`queue_of` returns a function that queues an allreduce on a device in one call, or None."""
         self._dispatcher = dispatcher
         self._device = device
         self._queue_of = queue_of
@@ -163,7 +163,7 @@ class Plans:
         op: str | None = None,
         root: int | None = None,
     ) -> Handle[Any] | None:
-        """Issue a collective of `t` by a plan, with the result in `out`, in `t` or in new memory."""
+        """Issue a collective by a plan, with the result in `out`, `t` or new memory. Return None without a plan."""
         if not isinstance(t, Tensor) or terms.name is not None or not (t.is_cuda or type(t) in _PLAIN):
             return None
         if terms.timeout is not None:
@@ -173,7 +173,7 @@ class Plans:
             plan = self._plans[call]
         except KeyError:
             plan = self._plan(call, t)
-        except TypeError:  # an operator or an implementation without a hash: the general checks report the error
+        except TypeError:  # an operator or an implementation without a hash, which the general checks report
             return None
         if plan is None or not _dense(t):
             return None
@@ -188,7 +188,7 @@ class Plans:
         return self._issue_queued(plan, t, terms.timeout)
 
     def barrier(self, timeout: float | None) -> Handle[None] | None:
-        """Issue a barrier in a lane."""
+        """Issue a barrier in a lane, or return None."""
         issuer = self._lanes.core
         if issuer is None:
             return None
@@ -228,7 +228,7 @@ class Plans:
         writes = root != self._rank if kind == "broadcast" else kind in _IN_PLACE and root in (None, self._rank)
         operation = self._dispatcher.prepare(plan.what, writing(t) if writes else reading(t), plan.nbytes, timeout)
         p = self._primitives(operation.number, operation.traffic, self._repertoire, call.impl)
-        # A detached view: the program of the user may give `t` other memory before the operation begins.
+        # A detached view, since the program of the user may give `t` other memory before the operation begins.
         return self._dispatcher.launch(operation, _planned(p, t.detach(), call, t), plan.nbytes)
 
     def _primitives(self, number: int, traffic: Traffic | None, repertoire: Repertoire, impl: str) -> Primitives:
@@ -239,7 +239,7 @@ class Plans:
     def _issue_native(self, plan: NativePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one call of a library."""
         operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL, messages=False)
-        # A detached view: the program may give `t` other memory before the call.
+        # A detached view, since the program may give `t` other memory before the call.
         call: Transfer = (plan.start, t.detach(), operation.number)
         if operation.traffic is not None:
             operation.traffic.way = plan.implementation
@@ -425,7 +425,7 @@ class NoPlans(Plans):
 
 
 def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
-    """Return `t` with the memory of the call: the user may have given `t` other memory since."""
+    """Return `t` with the memory of the call, since the user may have given `t` other memory."""
     claim = next((claim for claim in owned if not claim.writes), next(iter(owned), None))
     inside = any(one.start <= t.data_ptr() < one.start + one.nbytes for one in owned)
     if claim is None or claim.memory is None or (inside and t.dtype is call.dtype and t.shape == call.shape):

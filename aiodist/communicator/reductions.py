@@ -259,7 +259,7 @@ class Reductions(Base):
         self._registry.stop_requested = True
 
     def stopping(self, *, timeout: float | None = None) -> Handle[bool]:
-        """Return True if any rank was asked to stop, the same on every rank: `while not await coll.stopping():`.
+        """Return True on every rank if any rank was asked to stop, as for `while not await coll.stopping():`.
 
         Every rank makes this call. Cost: an allreduce of one byte.
         """
@@ -267,7 +267,7 @@ class Reductions(Base):
         program = prepare(_stopping, self._primitives(terms), said)
         return self._issue(fingerprint_of("stopping", [said], None), program, writing(said), [said], terms)
 
-    # --- building them --------------------------------------------------------------------------------------
+    # --- building reductions --------------------------------------------------------------------------------
 
     def _reduction(
         self,
@@ -294,16 +294,16 @@ class Reductions(Base):
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             result = t if mine else None
             program = self._each(work, ts, lifted, terms, lambda _: result, **arguments)
-        else:  # `product` may raise
+        else:  # `product` may raise, so the dispatcher converts
             program = self._each(work, ts, lifted, terms, None if convert is product else convert, **arguments)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
-        if convert is product:  # which may raise
+        if convert is product:  # see above
             return self._issue(what, program, claims, ts, terms, convert)
         return self._issue(what, program, claims, ts, terms, outs=(out,))
 
     def _reduction_across(self, kind: str, t: object, op: str, terms: Terms, root: int | None = None) -> Handle[Any]:
-        """Reduce the list and the ranks: into every tensor, or into the first of `root`."""
+        """Reduce over the list and the ranks, into every tensor, or into the first tensor of `root`."""
         ts = check_list(t, None, "t")
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t, across=True)
         known = _op_for(ts, op)

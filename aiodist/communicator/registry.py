@@ -1,4 +1,4 @@
-"""The registry of one world: makes communicators from one another, with their common resources."""
+"""The registry of one world makes communicators from one another, and has their common resources."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OpenBlock(Protocol):
         """Return True if the program has not closed the world before the end of the loop or the process."""
 
     def follow(self, registry: Any) -> None:  # noqa: ANN401
-        """Use `registry`, which has the next generation of the world."""
+        """Replace the registry by `registry`, of the next generation of the world."""
 
 
 class ElasticJob(Protocol):
@@ -232,7 +232,7 @@ class Registry(Generic[C]):
         agreed: Handle[Any],
         join: Callable[[Any], Coroutine[Any, Any, T]],
     ) -> Handle[T]:
-        """Return a handle that a task of the loop settles: the native calls that make communicators block."""
+        """Return a handle that a task of the loop settles, since the native calls that make communicators block."""
         dispatcher = parts_of(parent).dispatcher
         operation: Operation[T] = Operation(
             dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account, polled=False
@@ -241,7 +241,7 @@ class Registry(Generic[C]):
         operation.set_late(partial(internals.late_ranks, agreed))
         dispatcher.set_deadline(handle, None)
         origin = made_by_program(handle.origin)
-        # Messages are not awaited: the other rank may send or receive one only after the making of this communicator.
+        # Messages are not awaited, since the other rank may send or receive only after the making of this communicator.
         earlier = [
             pending for pending in dispatcher.lifetime.pending_collectives() if not internals.is_detached(pending)
         ]
@@ -260,7 +260,7 @@ class Registry(Generic[C]):
                     raise await dispatcher.failures.cause(error) from error.__cause__
                 self.members.note_origin(made, origin)
                 operation.resolve(made)
-            except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+            except BaseException as error:  # noqa: BLE001  - the error belongs to the task that awaits the handle
                 agreed.detach()
                 fail(error)
 
@@ -312,7 +312,7 @@ class Registry(Generic[C]):
         *,
         thread: bool = False,
     ) -> C:
-        """Return the communicator among `ranks` of `parent`. A `shared` one is made once. See `Base.levels`."""
+        """Return the communicator among `ranks` of `parent`. A `shared` communicator is made once."""
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
         key = (parent.name, ranks, levels)
@@ -326,7 +326,7 @@ class Registry(Generic[C]):
         table = parts_of(parent).repertoire.table
         made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table, thread=thread)
         parts_of(made).dispatcher.large_bytes = table.limits["large_bytes"]
-        # Edits since the call: on other ranks the communicator may have existed before these edits.
+        # Edits since the call, since on other ranks the communicator may have existed before these edits.
         for edit in self._edits.get(parent.name, [])[before:]:
             self._edits.setdefault(made.name, []).append(edit)
             upkeep_of(made).compare_edit(edit)

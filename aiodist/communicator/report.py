@@ -1,4 +1,4 @@
-"""Reports of late ranks: one rank logs all waits for ranks after some seconds, then once a minute."""
+"""Reports late ranks: one rank logs all waits for ranks after some seconds, then once a minute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StallReporter:
 
     @property
     def covered(self) -> float:
-        """Start of the last wait that was reported with a sufficient age."""
+        """Latest start, by the loop's clock, of the waits that the last report covers."""
         return self._inquiry.reported - (self.after or 0.0) / 2
 
     def look(self, now: float) -> None:
@@ -52,7 +52,7 @@ class StallReporter:
             self._asked = None
 
     def _is_due(self, seconds: float, now: float) -> bool:
-        """Return True if a wait of this age must be reported: once, then again each minute."""
+        """Return True if a wait of this age must be reported, first once and then each minute."""
         if self.after is None or seconds < self.after:
             return False
         return self.covered < now - seconds or now >= self._inquiry.reported + _PAUSE_SECONDS
@@ -69,7 +69,7 @@ class StallReporter:
         return any(self._is_due(wait.seconds + 2 * _ANSWER_SECONDS, now) for wait in waits)
 
     def _text(self, seconds: float) -> str:
-        """Return the report: the waits of this rank, then the states of late ranks, then the waits of other ranks."""
+        """Return the report, with the waits of this rank, the states of late ranks, and the waits of other ranks."""
         assert self._asked is not None
         assert self.after is not None
         channel = self._inquiry.channel

@@ -26,12 +26,12 @@ class Resources:
         """`sharing` has all groups of ranks that share memory. A rank outside the groups shares no memory."""
         self.progress = Progress.current()
         self.near = near
-        """The ranks of this host, with the memory of this rank for them."""
+        """The ranks of this host that share memory, or None."""
         self.lanes = Lanes(self.progress, near) if near is not None else None
         self.alone = alone
-        """Reason why no other rank shares memory with this one."""
+        """Reason why no other rank shares memory with this one, or ""."""
         self.accelerator: Accelerator | None = None
-        """CUDA devices with libraries, or None if no rank has a device."""
+        """CUDA resources of this rank, or None if no rank has a device."""
         self._sharing = sharing
 
     def repertoire(

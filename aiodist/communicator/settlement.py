@@ -1,4 +1,4 @@
-"""The end of an operation: release of bytes, then the outcome. Only this module ends operations."""
+"""Ends operations: releases the bytes, then sets the outcome. Only this module ends operations."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Settlement:
             self.run(operation, carry_out(operation, work))
 
     def _called(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """End a native call. All ranks have agreed before, so its end is the end of the operation."""
+        """End an operation with the end of its native call, since all ranks have agreed before the call."""
         self.drained(operation)
         self.settle(operation, result, error)
 
     def drained(self, operation: CommunicatorOperation) -> None:
-        """Release the bytes, which no transfer uses any more. A verdict that has waited for that ends the operation."""
+        """Release the bytes, which no transfer uses any more. A verdict that has waited then ends the operation."""
         release(operation.claims)
         operation.claims = ()
         if operation.state is not OperationState.DONE:
@@ -123,7 +123,7 @@ class Settlement:
         if operation.given_back is None:
             try:
                 value = convert(result)
-            except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            except BaseException as raised:  # noqa: BLE001  - the error belongs to the task that awaits the operation
                 error = raised
         self._progress.start_from_thread(self._converted, operation, result, value, error)
 

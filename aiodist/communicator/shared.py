@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host map: an arena per rank, and common tables."""
+"""Tensors in memory that the ranks of a host map, in an arena per rank or in common tables."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class SharedMemory(Base):
     ) -> Tensor:
         """Return an uninitialised tensor in memory that the other ranks of this host can map: this rank's *arena*.
 
-        The tensor belongs to this rank: no other rank reads its elements, except collectives, which reduce in place
-        there. Use `shared_table` for a tensor that all ranks see.
+        The tensor belongs to this rank. Other ranks access its elements only in collectives, which work in place. Use
+        `shared_table` for a tensor that all ranks see.
 
         Local, from any thread. The calls of the ranks may differ. The result is a plain tensor. Views of the tensor
-        have the same properties. Collectives of `impl="shm"` copy none of its bytes: from issue to end the ranks work
-        in one another's tensors. The pages are reserved until the last tensor in them is deleted. The tensor remains
-        valid after the communicator was closed or aborted. Without other ranks that share memory, the result is that of
-        `torch.empty`. The same holds for a CUDA `device`, whose memory ranks of a host can map anyway
+        have the same properties. Collectives of `impl="shm"` copy none of its bytes, since from issue to end the ranks
+        work in one another's tensors. The pages are reserved until the last tensor in them is deleted. The tensor
+        remains valid after the communicator was closed or aborted. Without other ranks that share memory, the result is
+        that of `torch.empty`. The same holds for a CUDA `device`, whose memory ranks of a host can map anyway
         (`impl="cuda_ipc"`). Raises MemoryError, with the bytes requested, if there are not enough pages.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -59,10 +59,10 @@ class SharedMemory(Base):
     def shared_table(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, *, timeout: float | None = None
     ) -> Handle[Tensor]:
-        """Return a tensor of zeros that all ranks of this host share: each rank reads the writes of the others.
+        """Return a tensor of zeros that all ranks of this host share, so each rank reads the writes of the others.
 
         Every rank makes this call with the same shape and dtype. Each host has one table, of `shape` elements. The
-        ranks of one process (`local`) share one too. One rank of a host writes, then all read after a barrier:
+        ranks of one process (`local`) share a table too. One rank of a host writes, then all read after a barrier:
 
             table = await coll.shared_table((1_000_000, 64))
             if coll.local_rank == 0:
@@ -72,7 +72,7 @@ class SharedMemory(Base):
         The table is a plain tensor on the CPU. Only the barriers of the program order accesses to the table. In a
         collective that writes to the table, several ranks would write to the same memory. The pages are reserved. These
         pages are freed when the last tensor of the table is deleted on every rank of the host, or the processes are
-        killed: the table has no file name.
+        killed, since the table has no file name.
 
         Raises TypeError or ValueError for an impossible shape or dtype. On await, on every rank: MismatchError if ranks
         ask for different tables, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host share no
@@ -106,10 +106,11 @@ class SharedMemory(Base):
     async def _shared(
         self, p: Primitives, here: Sequence[int], offer: HostTable | str | MemoryError | None
     ) -> tuple[mmap | None, list[tuple[Any, str]]]:
-        """Map the table that one of the ranks `here` offers. Return the bytes, with the offer and failure of each rank.
+        """Map the table that the first of the ranks `here` offers.
 
-        The ranks exchange two messages: offers, then failures to map. After that no rank needs the descriptor. The end
-        of this program, which has the only reference to the offer, closes the descriptor.
+        Return the bytes of the table, and the offer and the failure of each rank. All ranks gather the offers, then the
+        failures to map. No rank needs the table's descriptor any more at the end of this program. The program has the
+        only reference to the offer, so its end closes the descriptor.
         """
         said: HostTable | TableAddress | str | MemoryError | None = offer
         if isinstance(offer, HostTable):

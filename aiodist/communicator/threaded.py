@@ -7,7 +7,7 @@
 | `InFlight` | threads that issue or end operations | a claim or release is one step in C under the GIL |
 | `OpLog`, the plans | the thread that issues, or the loop with the lock of `Issuing` | one writer at a time |
 | `Pending` | a call adds; the thread that ends an operation removes | single steps of a dict |
-| `Watch.watching` | a call sets it after `Pending`; the loop clears it, then looks at `Pending` | one sees the other |
+| `Watch.watching` | a call sets it after `Pending`; the loop clears it, then reads `Pending` | one sees the other |
 | `Timers` | the loop, by a posted call | a waiting thread checks the clock itself |
 | the inbox | any thread appends; the holder of the transport lock takes | an entry stays until it has run |
 | a handle's state | one thread, once | no thread switch between check and step; an abort holds the transport lock |
@@ -46,7 +46,7 @@ def _issues(call: Call) -> Call:
 
 
 def _by_portal(call: Call) -> Call:
-    """Return `call`, made on the loop's thread, from other threads through the portal."""
+    """Return a function that makes `call` on the loop's thread, from other threads through the portal."""
 
     @wraps(call)
     def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -59,7 +59,7 @@ def _by_portal(call: Call) -> Call:
 
 
 def _makes(call: Call) -> Call:
-    """Return `call`, which creates communicators, made on the loop's thread."""
+    """Return a function that makes `call`, which creates communicators, on the loop's thread."""
     issue = _issues(call)
 
     @wraps(call)

@@ -1,9 +1,9 @@
-"""The watchdog: asks all ranks about a slow operation, so that reports and errors name the late ranks.
+"""The watchdog asks all ranks about a slow operation, so that reports and errors name the late ranks.
 
 An operation that is pending at two checks in a row is published to the other ranks. A rank that has not issued the
-operation answers with its last one, and again at the issue. A rank that still waits after a second, or at half of the
-nearest deadline, asks the others for their states, repeatedly with growing pauses. A healthy program sends none of
-these messages.
+operation answers with its last operation, and answers again at the issue. A rank that still waits after a second, or at
+half of the nearest deadline, asks the others for their states, repeatedly with growing pauses. A healthy program sends
+none of these messages.
 """
 
 from __future__ import annotations
@@ -198,14 +198,14 @@ class Watchdog:
         self.messages = 0
         """Number of issued messages."""
         self.on_receive: Callable[[Handle[Any], int], None] | None = None
-        """Called at the issue of each receive from one rank."""
+        """Function called with the handle and the source of each issued receive from one rank, or None."""
         self.mailbox = mailbox
         self.uses: Callable[[], Mapping[str, int]] = dict
-        """Returns the number of uses of each name on this rank."""
+        """Function that returns the number of uses of each name on this rank."""
         self.serves = False
         """True if this rank also exchanges messages outside of operations, as a parameter server does."""
         self.abort: Callable[[AiodistError], None] = lambda _: None
-        """Aborts the communicator on all ranks."""
+        """Function that aborts the communicator on all ranks."""
         self._last_use: Use | None = None
         self._name = name
         self._topic = f"watchdog:{name}"
@@ -224,7 +224,7 @@ class Watchdog:
         self._inquiry.channel.subscribe(self._topic, self._heard)
 
     def close(self) -> None:
-        """Stop watching: the communicator is aborted or closed."""
+        """Stop watching, since the communicator is aborted or closed."""
         if self.watch.members.get(self._name) is self:
             self.watch.leave(self._name)
             with suppress(RuntimeError):  # the channel is closed
@@ -263,7 +263,7 @@ class Watchdog:
         self._inquiry.ask([self._ranks[rank] for rank in asked], self._name)
 
     def _publish(self, handles: Sequence[Handle[Any]]) -> None:
-        """Notify the others of slow collectives, once of each."""
+        """Notify the other ranks of slow collectives, once of each."""
         for handle in handles:
             stalled, meets = self._stalled.get(handle), self.pending.get(handle)
             if stalled is None or stalled.published:
@@ -292,7 +292,7 @@ class Watchdog:
         """Return the ranks that have not issued the collective or the other end of the message."""
         what = self.pending.get(handle)
         if isinstance(what, Peer):
-            if self._message_of(handle) is not None:  # matched: the receive waits for its bytes, not for a call
+            if self._message_of(handle) is not None:  # matched, so the receive waits for its bytes, not for a call
                 return []
             ends = [end for end in (what.src, what.dst) if end is not None]
             return list(self._reached) if ANY in ends else [end for end in dict.fromkeys(ends) if end in self._reached]
@@ -392,7 +392,7 @@ class Watchdog:
         return next((nbytes for wanted, nbytes in taking.items() if wanted.handle is handle), None)
 
     def _text(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
-        """Return the text of a pending operation in reports: the user's call with this part, if any."""
+        """Return the text of a pending operation for reports, or of the user's call that the operation is a part of."""
         if call := self._call(handle):
             return f"{call} issued at {handle.origin}"
         return f"{handle}{f' {meets}' if isinstance(meets, Peer) else ''} on {self._name!r}"
@@ -431,7 +431,7 @@ class Watchdog:
         return PendingOp(self._name, self._text(handle, meets), number, name, peers, self._call(handle), kept)
 
     def _since(self, handle: Handle[Any]) -> float | None:
-        """Return the time of the first message about the operation, or about the collective before it."""
+        """Return the time since which the operation, or for a collective the first pending one, is slow, or None."""
         stalled = self._stalled.get(handle)
         if self.pending.get(handle) is True:
             first = next((h for h in list(self.pending) if self.pending.get(h) is True), handle)
@@ -488,7 +488,7 @@ class Watchdog:
             self._notify(use.name, use.count + 1)
 
     def _notify(self, name: str, issued: int) -> None:
-        """Notify the ranks that wait for this one (any thread)."""
+        """Notify the ranks that wait for this issue (any thread)."""
         if not name:
             self._oplog.awaited.pop(issued - 1, None)  # an entry slows every record down
         self._send(list(self._asked.pop((name, issued), ())), "reached", name, issued)

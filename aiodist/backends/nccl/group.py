@@ -48,7 +48,7 @@ class NcclCall(NamedTuple):
     what: str
     done: Done
     means: Sequence[Tensor] = ()
-    """Sums to divide by the number of ranks after the calls."""
+    """Tensors to divide by the number of ranks after the calls, for a mean."""
     stream: torch.cuda.Stream | None = None
     """The caller's stream, or None. The calls run between the earlier and the later work of this stream."""
     awaited: torch.cuda.Event | None = None

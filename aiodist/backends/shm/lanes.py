@@ -175,9 +175,9 @@ class ShmLane:
     def stop(self, key: int) -> None:
         """Take no further part in operations of `key`.
 
-        Operations that not all ranks have joined end with `Stopped` on all ranks. All ranks must make this call: an
-        operation that the first rank has not submitted waits on the others. After two calls at the same time, each rank
-        that learns of the other call must call again.
+        Operations that not all ranks have joined end with `Stopped` on all ranks. All ranks must make this call, since
+        an operation that the first rank has not submitted waits on the others. After two calls at the same time, each
+        rank that learns of the other call must call again.
         """
         self.core.stop(key)
 

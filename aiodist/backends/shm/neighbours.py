@@ -331,7 +331,7 @@ async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, 
 
 
 def _sharing(hosts: Sequence[int], met: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of two or more ranks that share memory. `met` has each rank's reasons against that."""
+    """Return the groups of two or more ranks that share memory. `met` lists for each rank why the rank cannot."""
     groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)

@@ -55,7 +55,7 @@ class StagedMessages:
             self._begin(*way, t, partial(self._begin_next, way))
 
     def _begin_next(self, way: _Way, error: BaseException | None) -> None:
-        """Begin the next message of a queue after the end of the first one."""
+        """Remove the first message of a queue, which has ended, and begin the next message."""
         _, _, done = self._queues[way].popleft()
         if self._queues[way]:
             self._begin_first(way)

@@ -39,7 +39,7 @@ class DeviceWork:
     """
 
     def __init__(self, progress: Progress, stream: torch.cuda.Stream, *on_queued: Callable[[], object]) -> None:
-        """`on_queued` are called once when all work is queued or is cancelled (transport lock held)."""
+        """Each of `on_queued` is called once, when all work is queued or is cancelled (transport lock held)."""
         self.stream = stream
         self.fence = Fence(progress, stream.device)
         self._progress = progress

@@ -68,7 +68,7 @@ class NcclReductions:
     def __init__(
         self, progress: Progress, group: NcclGroup, kind: dtype, op: ReduceOp, start_checks: Callable[[], None]
     ) -> None:
-        """`start_checks` makes sure that NCCL is asked for its errors."""
+        """`start_checks` starts the periodic checks for errors of NCCL, unless started already."""
         self._start_checks = start_checks
         self.progress = progress
         self.group = group
