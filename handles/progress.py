@@ -128,8 +128,8 @@ class Progress(LoopWork, Quiet):
     def start(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make `call`, which starts a transfer, now, or let the holder of the transport lock make the call later.
 
-        `call` runs with the transport lock held, in order with the other calls. `call` must not raise (see `guarded` of
-        `aiodist.backends.base`). An error goes only to the loop's exception handler.
+        `call` runs with the transport lock held, in order with the other calls. `call` must not raise, since
+        an error goes only to the loop's exception handler.
         """
         self.polls += 1  # a loop that issues is alive, so the progress thread need not poll yet
         if not self.inbox and transport_lock.acquire(False):

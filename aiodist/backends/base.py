@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, dtype
@@ -31,6 +31,7 @@ from aiodist.types import REDUCTIONS, ReduceOp
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Begin = Callable[[Tensor, int, Done], None]
 """Function of (tensor, number of the operation, done) that starts a planned allreduce."""
 
@@ -71,27 +72,6 @@ class Stopped(Exception):
     """A rank takes no part in an operation that has failed there. That rank reports the cause to the other ranks."""
 
 
-def guarded(call: Callable[[Done], object], done: Done) -> None:
-    """Make `call(done)`, and pass an exception of the call to `done`, at most once.
-
-    Raises an exception that comes after the call of `done`, or from `done` itself.
-    """
-    called = False
-
-    def call_once(error: BaseException | None) -> None:
-        nonlocal called
-        if not called:
-            called = True
-            done(error)
-
-    try:
-        call(call_once)
-    except Exception as error:
-        if called:
-            raise
-        call_once(ours(error))
-
-
 def once(done: Done) -> Done:
     """Return a callback that calls `done` the first time only."""
     left = [done]
@@ -101,15 +81,6 @@ def once(done: Done) -> Done:
             left.pop()(error)
 
     return call_first
-
-
-def keeping(t: Tensor, done: Done) -> Done:
-    """Return a callback that calls `done` and holds a reference to `t` until then."""
-
-    def call_done(error: BaseException | None, _t: Tensor = t) -> None:
-        done(error)
-
-    return call_done
 
 
 def ignore(_: object) -> None:
@@ -139,26 +110,26 @@ def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
         raise raised
 
 
-def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Run `fn`, which may block for long, in a new daemon thread, and return the future of its result."""
+def started(fn: Callable[[*Ts], T], *args: *Ts) -> concurrent.futures.Future[T]:
+    """Call `fn`, which may block for long, in a new daemon thread, and return the future of its result."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            value = fn()
-        except BaseException as error:  # noqa: BLE001  - the error belongs to the code that waits for `future`
-            future.set_exception(error)
-        else:
-            future.set_result(value)
-
-    threading.Thread(target=run, name="aiodist-native-call", daemon=True).start()
+    threading.Thread(target=_call, args=(future, fn, args), name="aiodist-native-call", daemon=True).start()
     return future
 
 
-async def in_thread(fn: Callable[[], T]) -> T:
-    """Run `fn` in a new thread and return the result."""
-    return await asyncio.wrap_future(started(fn))
+def _call(future: concurrent.futures.Future[T], fn: Callable[..., T], args: tuple[object, ...]) -> None:
+    try:
+        value = fn(*args)
+    except BaseException as error:  # noqa: BLE001  - the error belongs to the code that waits for `future`
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+async def in_thread(fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call `fn` in a new thread and return the result."""
+    return await asyncio.wrap_future(started(fn, *args))
 
 
 DTYPES = (

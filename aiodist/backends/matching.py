@@ -57,6 +57,10 @@ class TransportReceive(PostedReceive):
     into: Tensor
     done: Done
 
+    def finish(self, _: object, error: BaseException | None) -> None:
+        """Call `done` at the end of the program that brings the message."""
+        self.done(error)
+
 
 R = TypeVar("R", bound=Matchable)
 M = TypeVar("M", bound=Matchable)

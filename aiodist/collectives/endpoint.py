@@ -18,8 +18,8 @@ from torch import Tensor, dtype
 
 from aiodist._core import KEY_BITS
 from aiodist.backends.arithmetic import copy
-from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, ignore, keeping
-from aiodist.handles.kernel import Program, Transfer, transfer
+from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted
+from aiodist.handles.kernel import Program, Transfer, run, transfer
 from aiodist.streams.memory import bytes_of
 from aiodist.types import ReduceOp
 
@@ -146,11 +146,11 @@ class Traffic:
         for tag, sizes in asked.items():
             for nbytes in sizes[len(mine.get(tag, ())) :]:
                 zeros = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-                transport.isend(zeros, rank, tag, keeping(zeros, ignore))
+                run(transfer(transport.isend, zeros, rank, tag))
         for tag, sizes in sent.items():
             for nbytes in sizes[len(wanted.get(tag, ())) :]:
                 room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-                transport.irecv(room, rank, tag, keeping(room, ignore))
+                run(transfer(transport.irecv, room, rank, tag))
 
 
 class RecentTraffic(dict[int, Traffic]):

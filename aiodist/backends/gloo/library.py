@@ -20,7 +20,6 @@ import concurrent.futures
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -128,10 +127,10 @@ class GlooRendezvous:
     async def group(self, name: str, rank: int, size: int) -> ProcessGroup:
         """Return the process group `name`, which all its ranks create at the same time."""
         if not self.devices:
-            self.devices = [await in_thread(partial(_device, self._one_host, self._channel.source))]
+            self.devices = [await in_thread(_device, self._one_host, self._channel.source)]
         store = _ChannelStore(self._channel, asyncio.get_running_loop())
         try:
-            return await in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
+            return await in_thread(self._connect, PrefixStore(name, store), rank, size)
         except asyncio.CancelledError:
             store.abort()
             raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -64,7 +63,7 @@ class GlooNative:
     _group: ProcessGroup | None
     _rank: int
     _peers: Collection[GlooPeer]
-    _run: Callable[[Callable[[], None]], None]  # `Wire.call`, which runs completions from a thread of gloo
+    _run: Callable[..., None]  # `Wire.call`, which runs completions from a thread of gloo
     _running: int = 0
     _aborter: threading.Thread | None = None
 
@@ -87,22 +86,18 @@ class GlooNative:
         parts = pieces(numbers)
         joined = join(len(parts), done)
         for part in parts:
-            self._start(partial(_begin, o, part), joined)
+            self._start(o, part, joined)
 
-    def _start(self, call: Callable[[ProcessGroup], Work], done: Done) -> None:
+    def _start(self, o: Primitive, part: Tensor, done: Done) -> None:
         if self._group is None:
             done(BackendError("gloo: the transport is closed"))
             return
         try:
-            future = call(self._group).get_future()
+            future = _begin(self._group, o, part).get_future()
         except Exception as error:  # noqa: BLE001  - torch chooses the class
             done(backend_error(error))
             return
         starting: int | None = threading.get_ident()
-
-        def finish(error: BaseException | None) -> None:
-            self._running -= 1
-            done(error)
 
         def ended(future: torch.futures.Future[Any]) -> None:
             error = None
@@ -111,13 +106,17 @@ class GlooNative:
             except Exception as raised:  # noqa: BLE001  - torch chooses the class
                 error = backend_error(raised)
             if starting == threading.get_ident():  # the work ended during `add_done_callback`, with the lock held
-                finish(error)
+                self._finish(done, error)
             else:
-                self._run(partial(finish, error))
+                self._run(self._finish, done, error)
 
         self._running += 1
         future.add_done_callback(ended)
         starting = None
+
+    def _finish(self, done: Done, error: BaseException | None) -> None:
+        self._running -= 1
+        done(error)
 
     def abort(self) -> None:
         """Make operations in flight fail soon (lock held)."""
@@ -147,7 +146,7 @@ class GlooNative:
             OwnThread("aiodist-gloo-held", lambda _: threading.Event().wait(), group).start()
 
 
-def _begin(o: Primitive, t: Tensor, group: ProcessGroup) -> Work:
+def _begin(group: ProcessGroup, o: Primitive, t: Tensor) -> Work:
     options = c10d.AllreduceOptions() if o.kind == "allreduce" else c10d.ReduceOptions()
     options.reduceOp = _OPS[o.op]
     options.timeout = FOREVER
@@ -170,17 +169,17 @@ class _WorkSource:
         self._work.wait()
 
 
+def _wait(work: Work) -> None:
+    work.wait()
+
+
 def work_handle(work: Work) -> Handle[None]:
     """Return a handle that completes with the user's own `work`.
 
     gloo's sends and receives offer only a blocking wait, so each uses a thread until the end.
     """
-
-    def wait() -> None:
-        work.wait()
-
     try:
         work.get_future()
     except RuntimeError:
-        return from_future(started(wait), "work")
+        return from_future(started(_wait, work), "work")
     return from_source(_WorkSource(work), "work", origin=Origin.here())

@@ -12,12 +12,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from ctypes import memmove
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native, again, guarded, started, tell
+from aiodist.backends.base import Capabilities, Done, Native, again, started, tell
 from aiodist.backends.gloo.library import GlooRendezvous, ProcessGroup, empty
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.wire import MESSAGE, OFFER, Frame, GlooPeer, Wire
@@ -25,6 +24,7 @@ from aiodist.backends.header import comm_number
 from aiodist.backends.matching import Matching, TransportReceive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
+from aiodist.handles.kernel import run, transfer
 from aiodist.handles.polling import transport_lock
 from aiodist.streams.memory import bytes_of
 from aiodist.types import ANY
@@ -93,25 +93,18 @@ class Inbox:
         tell((wanted.done, again(error)) for wanted in self._matching.cancel_receives())
 
     def _deliver(self, message: ArrivedMessage, wanted: TransportReceive) -> None:
-        guarded(partial(self._take, message, wanted), wanted.done)
+        run(self._bring(message, wanted.into), wanted.finish)
 
-    def _take(self, message: ArrivedMessage, wanted: TransportReceive, done: Done) -> None:
+    async def _bring(self, message: ArrivedMessage, into: Tensor) -> None:
+        """Move the bytes of a message to the tensor of its receive."""
         nbytes = message.nbytes
-        fits = nbytes == wanted.into.nbytes
+        fits = nbytes == into.nbytes
+        if message.offer:  # a message that does not fit is received too, so that the sender can finish
+            await transfer(self.peers[message.src].fetch, message.offer, bytes_of(into) if fits else empty(nbytes))
+        elif fits:
+            memmove(into.data_ptr(), message.data.data_ptr(), nbytes)
         if not fits:
-            misfit = BackendError(f"a message of {nbytes} bytes met a receive of {wanted.into.nbytes}")
-            done = partial(_end_misfit, misfit, done)
-        if not message.offer:
-            if fits:
-                memmove(wanted.into.data_ptr(), message.data.data_ptr(), nbytes)
-            done(None)
-            return
-        # A message that does not fit is received too, so that the sender can finish.
-        self.peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
-
-
-def _end_misfit(misfit: BackendError, done: Done, error: BaseException | None) -> None:
-    done(error or misfit)
+            raise BackendError(f"a message of {nbytes} bytes met a receive of {into.nbytes}")
 
 
 class GlooTransport:
@@ -222,7 +215,7 @@ class GlooTransport:
         finally:  # also when this call is cancelled
             with transport_lock:
                 self._abort(BackendError("gloo: the transport was closed"), owner)
-            closing = started(partial(self._close, owner))
+            closing = started(self._close, owner)
         await asyncio.wrap_future(closing)
 
     def _abort(self, error: BackendError, owner: bool) -> None:

@@ -11,10 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from ctypes import memmove
-from functools import partial
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVarTuple, cast
 
 from torch import Tensor
 
@@ -39,6 +38,8 @@ from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
 from aiodist.streams.memory import bytes_of
 from aiodist.threads import OwnThread
+
+Ts = TypeVarTuple("Ts")
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
@@ -116,11 +117,11 @@ class Wire:
         self._early.pop(comm, None)
         self._closed.add(comm)
 
-    def call(self, fn: Callable[[], None]) -> None:
+    def call(self, fn: Callable[[*Ts], None], *args: *Ts) -> None:
         """Call `fn`, which may complete operations, with the lock (thread of gloo or of this module)."""
         with transport_lock:
             try:
-                fn()
+                fn(*args)
             except Exception as error:  # noqa: BLE001  - an error must not end the thread
                 self.progress.report("the callback of a frame failed", error)
             self.progress.make_calls()
@@ -176,7 +177,7 @@ class GlooPeer:
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS
         self._received = self._reported = self._acknowledged = 0
-        self._payloads: SimpleQueue[tuple[list[Work], Done] | None] = SimpleQueue()
+        self._payloads: SimpleQueue[tuple[int, list[Work], Done] | None] = SimpleQueue()
         self._threads = [OwnThread(f"aiodist-gloo-{rank}", self._receive)]
         self._threads[0].start()
 
@@ -227,15 +228,10 @@ class GlooPeer:
             done(backend_error(error))
             return
 
-        def acknowledge(error: BaseException | None) -> None:
-            if error is None:
-                self.send(TAKEN, number=number)
-            done(error)
-
         if len(self._threads) == 1:
             self._threads.append(OwnThread(f"aiodist-gloo-{self.rank}-data", self._collect))
             self._threads[1].start()
-        self._payloads.put((works, acknowledge))
+        self._payloads.put((number, works, done))
 
     # Receiving, on separate threads, which take the lock for callbacks.
 
@@ -245,10 +241,10 @@ class GlooPeer:
             while True:
                 work, buffer, view = works.popleft()
                 work.wait(FOREVER)
-                self._wire.call(partial(self._arrived, buffer, view))
+                self._wire.call(self._arrived, buffer, view)
                 works.append(self._post(buffer, view))
         except Exception as error:  # noqa: BLE001  - without this thread no frame of that rank is received
-            self._wire.call(partial(self._lost, backend_error(error, f"rank {self.rank} cannot be reached: ")))
+            self._wire.call(self._lost, backend_error(error, f"rank {self.rank} cannot be reached: "))
 
     def _post(self, buffer: Tensor, view: memoryview | None = None) -> tuple[Work, Tensor, memoryview]:
         work = self._wire.group.recv([buffer], self.rank, FRAMES)
@@ -280,15 +276,20 @@ class GlooPeer:
     def _collect(self) -> None:
         """Wait for data in the order of the receives. The peer has sent all these data already."""
         while (item := self._payloads.get()) is not None:
-            works, done = item
+            number, works, done = item
             failure: BackendError | None = None
             try:
                 for work in works:
                     work.wait(FOREVER)
             except Exception as error:  # noqa: BLE001  - as above
                 failure = backend_error(error)
-            self._wire.call(partial(done, failure))
+            self._wire.call(self._end_fetch, number, done, failure)
             del works, done, item
+
+    def _end_fetch(self, number: int, done: Done, error: BackendError | None) -> None:
+        if error is None:
+            self.send(TAKEN, number=number)
+        done(error)
 
     def _lost(self, error: BackendError) -> None:
         if self.error is None:

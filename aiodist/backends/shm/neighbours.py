@@ -312,7 +312,7 @@ async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, 
         links: dict[int, socket.socket] = {}
         if listener is not None and not reasons and len(mine) > 1:
             try:
-                links = await in_thread(lambda: _connect(listener, channel.rank, mine, contacts, seconds))
+                links = await in_thread(_connect, listener, channel.rank, mine, contacts, seconds)
             except OSError as error:
                 reasons = [f"rank {channel.rank}: {error}"]
     finally:
