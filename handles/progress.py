@@ -215,18 +215,18 @@ class Progress(LoopWork, Quiet):
             transport_lock.release()
         return True
 
-    def with_lock(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make `call` with the transport lock held (loop's thread, which may hold the lock already).
+    def with_lock(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return the result of `call`, made with the transport lock held (loop's thread).
 
-        A waiter for a handle may be woken while the loop polls, with the lock held.
+        The thread may hold the lock already: a waiter for a handle may be woken while the loop polls, with the lock
+        held.
         """
         if self._inside:
-            call(*args)
-            return
+            return call(*args)
         with transport_lock:
             self._inside = True
             try:
-                call(*args)
+                return call(*args)
             finally:
                 self._inside = False
 

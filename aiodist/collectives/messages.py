@@ -86,6 +86,8 @@ class MailboxReceive(PostedReceive):
 
     into: Tensor | None
     finish: Callable[[Arrived | None, BaseException | None], None]
+    take: Callable[[], bool]
+    """Called when a message matches. False withdraws the receive."""
     work: DeviceWork | None = None
     """Work on the device of `into`, or of the message, or None."""
     work_later: Callable[[], DeviceWork] | None = None
@@ -94,8 +96,6 @@ class MailboxReceive(PostedReceive):
     """The message that has matched, or None."""
     handle: object = None
     """The handle of the receive after a match."""
-    take: Callable[[], bool] = lambda: True
-    """Called when a message matches. False withdraws the receive."""
 
     def fail(self, error: BaseException | None) -> None:
         """End the receive with `error`, and cancel its work on a device."""

@@ -95,7 +95,7 @@ class Base(Group):
                 compared,
                 Primitives(endpoint, self._repertoire, "direct"),
                 edit,
-                lambda error: dispatcher.progress.post(lambda: dispatcher.lifetime.abort(error)),
+                lambda error: dispatcher.progress.post(dispatcher.lifetime.abort, error),
             )
             handle = dispatcher.issue(Fingerprint("selector"), program)
         return handle.detach()  # no await is needed, since every later operation raises the error too

@@ -197,7 +197,7 @@ class Failures:
         self.note_exits()  # first, since the loop may note the exits later
         if fields is None:
             self._aborting = True
-            self._progress.post(partial(self._told_abort, sent))
+            self._progress.post(self._told_abort, sent)
         elif number < 0 and self._asker(number) != self._rank:
             self._send(number, Statement(self.issued.last(), issued=False))
         else:
@@ -214,7 +214,7 @@ class Failures:
                 self._stated[number] = Traffic()
                 self._not_issued[number] = None
         if issued:
-            self._progress.start_from_thread(partial(self._state, number))
+            self._progress.start_from_thread(self._state, number)
         else:
             self._do(self._conversations.state, number, Statement(self.issued.last(), issued=False))
 
@@ -238,17 +238,16 @@ class Failures:
                 case SendStatement(number, statement):
                     self._send(number, statement)
                 case StartTimer(number):
-                    self._progress.post(partial(self._start_timer, number, self._expire))
+                    self._progress.post(self._start_timer, number, self._expire)
                 case Drain():
-                    self._progress.start_from_thread(partial(self._drain, action))
+                    self._progress.start_from_thread(self._drain, action)
                 case Conclude(number, verdict):
-                    conclude = partial(self._conclude, number, verdict)
                     if self._aborting:
-                        self._progress.post(partial(self._progress.with_lock, conclude))
+                        self._progress.post(self._progress.with_lock, self._conclude, number, verdict)
                     else:
-                        self._progress.start_from_thread(conclude)
+                        self._progress.start_from_thread(self._conclude, number, verdict)
                 case Clear(number):
-                    self._progress.start_from_thread(partial(self.issued.names.release, number))
+                    self._progress.start_from_thread(self.issued.names.release, number)
 
     def _asker(self, number: int) -> int:
         """Return the rank that asks about a failure outside the order."""
@@ -303,14 +302,14 @@ class Failures:
 
     def _conclude(self, number: int, verdict: Verdict) -> None:
         """Perform the verdict, even if the operation has ended on this rank."""
-        self._progress.post(partial(self._stop_timer, number))
+        self._progress.post(self._stop_timer, number)
         if number < 0:
             if (inquiry := self._inquiries.pop(number, None)) is not None:
                 error, then = inquiry
                 then(self._error(number, verdict, error))
             return
         if verdict.abort and verdict.cause is not Cause.LOST:
-            self._progress.post(partial(self._abort, number, verdict))
+            self._progress.post(self._abort, number, verdict)
         elif (operation := self.issued.operation(number)) is not None:
             self._end(operation, verdict)
 
@@ -322,7 +321,7 @@ class Failures:
         if operation.state is OperationState.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
             self.settlement.settle(operation, None, error, final=True)
         else:
-            self._progress.post(partial(self._start_timer, operation.number, self._end_undrained))
+            self._progress.post(self._start_timer, operation.number, self._end_undrained)
 
     def _abort(self, number: int, verdict: Verdict) -> None:
         """Abort the communicator, which cannot continue, then end the operation (loop's thread)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class LaneIssuer:
     def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
         """Continue an agreed collective by a program, since no lane can run the collective (any thread)."""
         self._dispatcher.traffic(handle.seq)  # so that the operation can be stopped
-        self._dispatcher.progress.start_from_thread(partial(self._go_on, handle, make, claims))
+        self._dispatcher.progress.start_from_thread(self._go_on, handle, make, claims)
 
     def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
         operation = self._dispatcher.operations.take_over(handle, claims)
@@ -74,7 +73,7 @@ class LaneIssuer:
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
         """Fail the operation of `handle`, which a lane has ended with `error` after the release of its bytes."""
         progress = self._dispatcher.progress
-        progress.post(partial(progress.with_lock, partial(self._end, handle, error)))
+        progress.post(progress.with_lock, self._end, handle, error)
 
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
         operation = self._dispatcher.operations.take_over(handle)

@@ -165,7 +165,7 @@ class Lifetime:
         with self.undisturbed():
             self.refuse(self._aborted(error))
         self._watchdog.close()
-        self._progress.with_lock(partial(self._fail_all, error))
+        self._progress.with_lock(self._fail_all, error)
         self._notify_aborted(error)
 
     def _notify_aborted(self, error: AiodistError) -> None:

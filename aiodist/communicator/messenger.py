@@ -26,7 +26,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 from weakref import ref
 
 from aiodist.backends.base import again
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from aiodist.communicator.claims import Claim
 
+T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
@@ -134,27 +135,24 @@ class Messenger:
 
         Return False, without change, if a receive has a message.
         """
-        withdrawn = False
+        return self.progress.with_lock(self._cancel_all, receives, together)
 
-        def now() -> None:
-            nonlocal withdrawn
-            self.progress.make_calls()  # the inbox may still have the receives
-            withdrawn = all(receiving.waits() for receiving in receives)
-            if withdrawn and together is not None:
-                Operation.of(together).cancel()
-            for receiving in receives if withdrawn else ():
-                receiving.cancel_posted()
+    def _cancel_all(self, receives: Sequence[Receiving], together: Handle[Any] | None) -> bool:
+        self.progress.make_calls()  # the inbox may still have the receives
+        if not all(receiving.waits() for receiving in receives):
+            return False
+        if together is not None:
+            Operation.of(together).cancel()
+        for receiving in receives:
+            receiving.cancel_posted()
+        return True
 
-        self.progress.with_lock(now)
-        return withdrawn
-
-    def locked(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
+    def locked(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
         """Make `call` with the transport lock held (any thread). The loop's thread may hold the lock already."""
         if self.progress.owns_thread():
-            self.progress.with_lock(call, *args)
-        else:
-            with transport_lock:
-                call(*args)
+            return self.progress.with_lock(call, *args)
+        with transport_lock:
+            return call(*args)
 
     async def part(self, seconds: float) -> None:
         """Receive the messages that no receive took, after all ranks have issued their last operation."""
@@ -262,7 +260,7 @@ class Receiving:
         finish = partial(self._finish, operation)
         assert asked.peer.src is not None
         wanted = MailboxReceive(
-            asked.peer.src, asked.peer.tag, asked.into, finish, work, later, take=self.take, kind=asked.kind
+            asked.peer.src, asked.peer.tag, asked.into, finish, self.take, work, later, kind=asked.kind
         )
         self._operation, self._wanted = operation, wanted
         PostedOperation.of(handle).set_canceller(self.cancel)
@@ -316,18 +314,14 @@ class Receiving:
 
         Return True if the receive is withdrawn. From any thread.
         """
-        done = False
+        return self.handle is None and self._messenger.locked(self._lapse)
 
-        def now() -> None:
-            nonlocal done
-            self._messenger.progress.make_calls()  # the receive itself may still be in the inbox
-            if self.handle is None and self.ref in self._messenger.pending.posted and self.waits():
-                self.cancel_posted()
-                done = True
-
-        if self.handle is None:
-            self._messenger.locked(now)
-        return done
+    def _lapse(self) -> bool:
+        self._messenger.progress.make_calls()  # the receive itself may still be in the inbox
+        lapses = self.handle is None and self.ref in self._messenger.pending.posted and self.waits()
+        if lapses:
+            self.cancel_posted()
+        return lapses
 
     def _finish(self, operation: CommunicatorOperation, arrived: Arrived | None, error: BaseException | None) -> None:
         if operation.given_back is not None:

@@ -140,7 +140,7 @@ class Registry(Generic[C]):
                 direct="cuda" in transport.capabilities().devices,
             )
         world = self._communicator("world", transport, range(transport.size), topology, thread=thread)
-        self._channel.on_lost(lambda exit: self.resources.progress.post(lambda: self.members.lost(exit)))
+        self._channel.on_lost(lambda exit: self.resources.progress.post(self.members.lost, exit))
         return world
 
     def _communicator(

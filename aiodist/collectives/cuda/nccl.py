@@ -129,10 +129,8 @@ class Nccl(Exchanger):
         self, ep: Endpoint, mine: bytes | None, then: Callable[[bytes | None, BaseException | None], None]
     ) -> None:
         """Send rank 0's message to the others, over the host."""
+        run(self._of_rank_0(ep, mine), then)
+
+    async def _of_rank_0(self, ep: Endpoint, mine: bytes | None) -> bytes:
         p = Primitives(ep.on_lane(_ID_LANE), self._repertoire, "tree")
-        message = None if mine is None else as_tensor(mine)
-
-        def finish(result: Tensor | None, error: BaseException | None) -> None:
-            then(None if result is None else as_bytes(result), error)
-
-        run(broadcast_bytes(p, message, 0), finish)
+        return as_bytes(await broadcast_bytes(p, None if mine is None else as_tensor(mine), 0))
