@@ -119,7 +119,7 @@ class Operation(Generic[T]):
         handle._expires = monotonic() + seconds
         if late is not None:
             handle._late = late
-        handle._progress.on_loop(partial(handle._progress.timers.add, handle, handle._expires, seconds))
+        handle._progress.on_loop(handle._progress.timers.add, handle, handle._expires, seconds)
 
     def set_late(self, late: Callable[[], dict[int, str]]) -> None:
         """Let `late` return the ranks for which the operation waits, each with its place in the program."""

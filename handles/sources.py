@@ -82,7 +82,7 @@ def from_source(source: Source[T], op: str, *, origin: Origin | None = None) -> 
     progress = Progress.current()
     operation: Operation[T] = Operation(progress, op, origin=origin)
     operation.keep(source)
-    progress.start(lambda: progress.add_poller(SourcePoller(progress, source, operation)))
+    progress.start(progress.add_poller, SourcePoller(progress, source, operation))
     return operation.handle
 
 

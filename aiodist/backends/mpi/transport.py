@@ -100,13 +100,12 @@ class MpiTransport:
         # The tag is the same on these ranks, independent of other communicators of each rank.
         tag = zlib.crc32(name.encode()) & 0x7FFF
         group = self._comm.Get_group().Incl(list(ranks))
+        return MpiTransport(await in_thread(self._create, group, tag), self._progress, self._requests)
 
-        def create() -> tuple[MPI.Intracomm, MPI.Intracomm]:
-            created = self._comm.Create_group(group, tag)
-            group.Free()
-            return created, created.Dup()
-
-        return MpiTransport(await in_thread(create), self._progress, self._requests)
+    def _create(self, group: MPI.Group, tag: int) -> tuple[MPI.Intracomm, MPI.Intracomm]:
+        created = self._comm.Create_group(group, tag)
+        group.Free()
+        return created, created.Dup()
 
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator if `drained`. Otherwise MPI is never finalised."""
@@ -192,18 +191,18 @@ async def open_world(*, mortal: bool = False) -> MpiTransport:
     """
     progress = Progress.current()
     requests = Requests(progress)
-
-    def start() -> tuple[MPI.Intracomm, MPI.Intracomm]:
-        World.initialize()
-        if mortal:
-            World.outlive()
-        return MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
-
     try:
-        world = MpiTransport(await in_thread(start), progress, requests)
+        world = MpiTransport(await in_thread(_start_mpi, mortal), progress, requests)
     except BaseException:
         World.doom()  # the thread may still wait for the other ranks
         raise
     world._owns_requests = True
     progress.add_poller(requests)
     return world
+
+
+def _start_mpi(mortal: bool) -> tuple[MPI.Intracomm, MPI.Intracomm]:
+    World.initialize()
+    if mortal:
+        World.outlive()
+    return MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()

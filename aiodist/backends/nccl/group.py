@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ Launch = Callable[[Any, int], None]
 """Function of (communicator, handle of the stream) that makes native calls. May raise."""
 Exchange = Callable[[bytes | None, Callable[[bytes | None, BaseException | None], None]], None]
 """Function of (rank 0's message, then) that calls `then(message, error)` on every rank (transport lock held)."""
+Ts = TypeVarTuple("Ts")
 _Work = concurrent.futures.Future[Any]
 _Key = tuple[str, tuple[int, ...], int, torch.device]
 
@@ -122,7 +123,7 @@ class NcclGroup:
             return
         self.opened = True
         if self.rank == 0:
-            self._in_thread(self.library.unique_id, partial(self._give_id, exchange))
+            self._in_thread(partial(self._give_id, exchange), self.library.unique_id)
         else:
             exchange(None, self._got_id)
 
@@ -143,8 +144,8 @@ class NcclGroup:
         elif len(message) != ID_BYTES:
             self._fail(BackendError(f"rank 0 could not create an id: {message.decode().rstrip()}"))
         else:
-            connect = partial(self.library.connect, self.size, self.rank, message, self._aborted)
-            self.last = self._in_thread(connect, self._connected)
+            connect = self.library.connect
+            self.last = self._in_thread(self._connected, connect, self.size, self.rank, message, self._aborted)
 
     def _connected(self, work: _Work) -> None:
         error = work.exception()
@@ -283,19 +284,18 @@ class NcclGroup:
             self._pump()
         return moved
 
-    def _in_thread(self, fn: Callable[[], Any], then: Callable[[_Work], None]) -> _Work:
-        work = self._started(fn)
+    def _in_thread(self, then: Callable[[_Work], None], fn: Callable[[*Ts], Any], *args: *Ts) -> _Work:
+        work = self._started(fn, *args)
         self._threads.append(_Thread(work, then))
         return work
 
-    def _started(self, fn: Callable[[], Any]) -> _Work:
+    def _started(self, fn: Callable[[*Ts], Any], *args: *Ts) -> _Work:
         """Run `fn` in a thread with the group's device: on another device CUDA would create a context there."""
+        return started(self._on_device, fn, args)
 
-        def run() -> Any:  # noqa: ANN401
-            torch.cuda.set_device(self.device)
-            return fn()
-
-        return started(run)
+    def _on_device(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        torch.cuda.set_device(self.device)
+        return fn(*args)
 
     # --- failures ---------------------------------------------------------------------------------------
 
@@ -360,7 +360,8 @@ class NcclGroup:
         if self._error is None:
             comm = self._detach(closed)
             if comm is not None:
-                self.last = self._started(partial(self.library.close, comm, CLOSE_SECONDS) if drained else comm.abort)
+                closing = (self.library.close, comm, CLOSE_SECONDS) if drained else (comm.abort,)
+                self.last = self._started(*closing)
             self._flush()
         if self.last is None:
             done(None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from ctypes import memmove
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, TypeVarTuple
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
 
+Ts = TypeVarTuple("Ts")
 PASS_BYTES = 1 << 20  # bytes that one poll copies, approximately
 
 _LOOK_PASSES = 64  # idle polls between two checks of the sockets
@@ -41,7 +43,8 @@ class _Copy:
     into: Tensor
     source: Tensor
     nbytes: int
-    finish: Callable[[], None]
+    end: Callable[..., None]
+    args: tuple[Any, ...]
     moved: int = 0
 
 
@@ -148,12 +151,8 @@ class Messages:
     def _deliver(self, message: Envelope, receive: ShmReceive) -> None:
         if (own := message.own) is not None:
             error = too_long(own.t.nbytes, receive)
-
-            def finish() -> None:
-                self.finish(own, None)
-                self.finish(receive, error)
-
-            self.copy(receive, receive.into, own.t, 0 if error else own.t.nbytes, finish)
+            nbytes = 0 if error else own.t.nbytes
+            self.copy(receive, receive.into, own.t, nbytes, self._end_own, own, receive, error)
             return
         peer = self.peers[message.src]
         if message.data is None:
@@ -163,6 +162,11 @@ class Messages:
         error = too_long(message.nbytes, receive)
         if error is None:
             memmove(receive.into.data_ptr(), message.data, message.nbytes)
+        self.finish(receive, error)
+
+    def _end_own(self, own: ShmSend, receive: ShmReceive, error: BaseException | None) -> None:
+        """Finish a message of this rank to itself."""
+        self.finish(own, None)
         self.finish(receive, error)
 
     def finish(self, operation: ShmSend | ShmReceive, error: BaseException | None) -> None:
@@ -183,10 +187,16 @@ class Messages:
         return box
 
     def copy(
-        self, operation: ShmSend | ShmReceive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
+        self,
+        operation: ShmSend | ShmReceive,
+        into: Tensor,
+        source: Tensor,
+        nbytes: int,
+        end: Callable[[*Ts], None],
+        *args: *Ts,
     ) -> None:
-        """Copy `nbytes` for `operation`, some in each poll, then call `finish`."""
-        self._copies.append(_Copy(operation, into, source, nbytes, finish))
+        """Copy `nbytes` for `operation`, some in each poll, then call `end`."""
+        self._copies.append(_Copy(operation, into, source, nbytes, end, args))
 
     def stop(self, operation: ShmSend | ShmReceive) -> None:
         """Stop the copy for `operation`."""
@@ -275,7 +285,7 @@ class Messages:
                 self._copies.rotate(-1)
             else:
                 self._copies.popleft()
-                copy.finish()
+                copy.end(*copy.args)
 
     # --- its end --------------------------------------------------------------------------------------------------
 

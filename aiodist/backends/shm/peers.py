@@ -10,7 +10,6 @@ sent as long ones.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -318,7 +317,7 @@ class ShmPeer:
                 self._say(_WANTED, number, self._near.locate(receive.into) or (-1, 0))
             else:
                 self._fetched[number] = receive
-                messages.copy(receive, receive.into, source, nbytes, partial(self._copied, self._fetched, number))
+                messages.copy(receive, receive.into, source, nbytes, self._copied, self._fetched, number)
         except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the receive
             self._say(_DISCARDED, number)
             messages.finish(receive, ours(raised))
@@ -372,7 +371,7 @@ class ShmPeer:
         except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the send
             self._withdraw(send, ours(error))
         else:
-            self._messages.copy(send, target, send.t, nbytes, partial(self._copied, self._offered, send.number))
+            self._messages.copy(send, target, send.t, nbytes, self._copied, self._offered, send.number)
 
     def _fill(self) -> bool:
         """Copy chunks to the room of the stage that the neighbour has drained."""
