@@ -123,14 +123,11 @@ class PointToPoint(Base):
 
     def _receive(self, into: Tensor | None, src: int, tag: int, timeout: float | None) -> tuple[Handle[Any], Receiving]:
         nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
-        work = partial(self._receives_with, into)
-        asked = Reception(Peer(src, None, tag), MessageKind.TENSOR, into, claims, work, nbytes=nbytes)
+        later = self._work_later() if into is None else None
+        asked = Reception(
+            Peer(src, None, tag), MessageKind.TENSOR, into, claims, self._work_for, into, later, nbytes=nbytes
+        )
         return self._messenger.receive("recv", asked, timeout)
-
-    def _receives_with(self, into: Tensor | None) -> tuple[list[DeviceWork], Callable[[], DeviceWork] | None]:
-        """Return the work of a receive on devices, and a factory of the work for a message from a device."""
-        works = self._work_for(into)
-        return works, self._work_later() if into is None and not works else None
 
     def _receive_list(self, ts: list[Tensor], src: int, tag: int, timeout: float | None) -> Handle[list[Tensor]]:
         """Issue all or none, and withdraw all or none."""
@@ -198,8 +195,8 @@ class PointToPoint(Base):
         in_flight.acquire_all(claims, "sendrecv")
         in_flight.release_all(claims)
         works = self._work_of([t])
-        work = partial(self._exchanges_with, t, into)
-        asked = Reception(peer, MessageKind.TENSOR, into, claims[1:], work, nbytes=t.nbytes, sends=True)
+        like = t if into is None and t.is_cuda else into
+        asked = Reception(peer, MessageKind.TENSOR, into, claims[1:], self._work_for, like, nbytes=t.nbytes, sends=True)
         try:
             handle, receiving = self._messenger.receive("sendrecv", asked, timeout)
         except BaseException:
@@ -215,9 +212,6 @@ class PointToPoint(Base):
         self._messenger.launch(sending, prepare(_sent_half, receiving, on_devices(send, works, [t])), t.nbytes)
         attach(handle, [*works, *receiving.works])
         return handle
-
-    def _exchanges_with(self, t: Tensor, into: Tensor | None) -> tuple[list[DeviceWork], None]:
-        return self._work_for(t if into is None and t.is_cuda else into), None
 
     def messages(
         self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
@@ -240,7 +234,7 @@ class PointToPoint(Base):
     async def _messages(self, src: int, tag: int, timeout: float | None) -> AsyncGenerator[Message, None]:
         while True:
             peer = Peer(src, None, tag)
-            asked = Reception(peer, ANY, None, [], lambda: ([], self._work_later()))
+            asked = Reception(peer, ANY, None, [], later=self._work_later())
             arrived: Arrived = await self._messenger.receive("messages", asked, timeout)[0]
             of_object = arrived.kind == MessageKind.OBJECT
             yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)

@@ -59,8 +59,12 @@ class Reception:
     """Kind of message to receive. ANY receives both kinds, with the `Arrived` itself as the result."""
     into: Tensor | None
     claims: Sequence[Claim]
-    work: Callable[[], tuple[list[DeviceWork], Callable[[], DeviceWork] | None]]
-    """Function that returns the work on devices, and a factory of the work for a message from a device."""
+    work: Callable[[Tensor | None], list[DeviceWork]] | None = None
+    """Function that returns the work on devices for `like`, or None for a receive without such work."""
+    like: Tensor | None = None
+    """Tensor on the device of the result, or None if the message determines the device."""
+    later: Callable[[], DeviceWork] | None = None
+    """Factory of the work for a message from a device, or None. Used if the receive has no work."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
     sends: bool = False
@@ -252,15 +256,15 @@ class Receiving:
 
     def post(self, handle: Posted[Any]) -> MailboxReceive:
         """Return the receive to post in the mailbox. Its memory is claimed. The lock need not be held here."""
-        works, later = self._asked.work()
         asked, messenger = self._asked, self._messenger
+        works = [] if asked.work is None else asked.work(asked.like)
         self.paused = False
         operation = CommunicatorOperation(None, asked.claims, asked.convert, meets=asked.peer)
         work = next(iter(works), None)
         finish = partial(self._finish, operation)
         assert asked.peer.src is not None
         wanted = MailboxReceive(
-            asked.peer.src, asked.peer.tag, asked.into, finish, self.take, work, later, kind=asked.kind
+            asked.peer.src, asked.peer.tag, asked.into, finish, self.take, work, asked.later, kind=asked.kind
         )
         self._operation, self._wanted = operation, wanted
         PostedOperation.of(handle).set_canceller(self.cancel)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aiodist.collectives import operations
-from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.messages import Arrived, MessageKind
 from aiodist.collectives.operations import each
@@ -148,7 +147,7 @@ class Objects(PointToPoint):
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`. Matching, `cancel`, errors and cost are those of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
-        asked = Reception(Peer(src, None, tag), MessageKind.OBJECT, None, [], _on_the_host, _unpacked)
+        asked = Reception(Peer(src, None, tag), MessageKind.OBJECT, None, [], convert=_unpacked)
         return self._messenger.receive("recv_object", asked, timeout)[0]
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:
@@ -161,10 +160,6 @@ class Objects(PointToPoint):
 async def _broadcast(p: Primitives, packed: Tensor, obj: object, root: int) -> Any:  # noqa: ANN401
     await operations.broadcast_bytes(p, packed, root)
     return obj
-
-
-def _on_the_host() -> tuple[list[DeviceWork], None]:
-    return [], None
 
 
 def _unpacked(arrived: Arrived) -> Arrived:
