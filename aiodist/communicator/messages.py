@@ -15,7 +15,7 @@ from aiodist.communicator.arguments import check_list, check_out, check_rank, ch
 from aiodist.communicator.base import Base
 from aiodist.communicator.claims import acquire, reading, writing
 from aiodist.communicator.messenger import Receiving, Reception
-from aiodist.communicator.operation import CommunicatorOperation, Peer
+from aiodist.communicator.operation import Peer
 from aiodist.communicator.pickling import unpack
 from aiodist.handles import Handle, Operation, gather, in_flight, internals
 from aiodist.handles.kernel import Program, prepare, resume
@@ -147,15 +147,6 @@ class PointToPoint(Base):
         Operation.of(together).set_canceller(lambda: self._messenger.cancel_all(receives, together))
         return together
 
-    def _message(self, works: Sequence[DeviceWork], *given: Any) -> CommunicatorOperation:  # noqa: ANN401
-        """Return the operation of `Messenger.issue`, or cancel `works` after an error."""
-        try:
-            return self._messenger.issue(*given)
-        except BaseException:
-            for work in works:
-                work.cancel()
-            raise
-
     def _work_later(self) -> Callable[[], DeviceWork] | None:
         """Return a factory of the work of a message that may come from a device, or None if there are no devices."""
         accelerator = self._registry.resources.accelerator
@@ -247,7 +238,12 @@ class PointToPoint(Base):
         single = len(ts) == 1
         kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
         peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
-        operation = self._message(work, op, nbytes, reading(*ts), timeout, peer)
+        try:
+            operation = self._messenger.issue(op, nbytes, reading(*ts), timeout, peer)
+        except BaseException:
+            for one in work:
+                one.cancel()
+            raise
         handle, mailbox = operation.handle, self._dispatcher.mailbox
         assert handle is not None
         line = (op, handle.seq, *internals.issued_at(handle))
