@@ -72,6 +72,27 @@ class Stopped(Exception):
     """A rank takes no part in an operation that has failed there. That rank reports the cause to the other ranks."""
 
 
+def guarded(done: Done, call: Callable[..., object], *args: object) -> None:
+    """Make `call(*args, done)`, and pass an exception of the call to `done`, at most once.
+
+    Raises an exception that comes after the call of `done`, or from `done` itself.
+    """
+    called = False
+
+    def call_once(error: BaseException | None) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            done(error)
+
+    try:
+        call(*args, call_once)
+    except Exception as error:
+        if called:
+            raise
+        call_once(ours(error))
+
+
 def once(done: Done) -> Done:
     """Return a callback that calls `done` the first time only."""
     left = [done]

@@ -61,7 +61,7 @@ class Settlement:
         if isinstance(work, NativeCall):
             if operation.traffic is not None:
                 operation.traffic.native = 1
-            guarded(partial(work.call[0], *work.call[1:]), partial(self._called, operation, work.result))
+            guarded(partial(self._called, operation, work.result), *work.call)
         else:
             self.run(operation, carry_out(operation, work))
 
