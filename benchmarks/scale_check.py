@@ -31,6 +31,7 @@ from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.schedules import Blocks
@@ -145,8 +146,8 @@ async def _seconds(coll: Communicator, make: Callable[[Endpoint], Program[None]]
 
 def _perform(coll: Communicator, make: Callable[[Endpoint], Program[Any]], nbytes: int = 0) -> Handle[Any]:
     """Issue a program of ours as the next operation of all ranks: what the communicator itself does with its own."""
-    program = make(Endpoint(parts_of(coll).transport, _TAG))
-    return parts_of(coll).dispatcher.issue(Fingerprint("scheduled"), program, nbytes=nbytes)
+    endpoint, operation = Endpoint(parts_of(coll).transport, _TAG), CommunicatorOperation()
+    return parts_of(coll).dispatcher.issue(operation, Fingerprint("scheduled"), lambda _: make(endpoint), nbytes=nbytes)
 
 
 async def _nothing() -> None:

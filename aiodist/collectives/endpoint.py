@@ -157,15 +157,17 @@ class RecentTraffic(dict[int, Traffic]):
     """The messages of the last operations of a communicator, by number."""
 
     def __init__(self, rooms: list[Tensor] | None) -> None:
-        """`rooms` are for operations of several hosts: see `Traffic`."""
+        """`rooms` are for operations of several hosts, see `Traffic`."""
         super().__init__()
         self._rooms = rooms
 
-    def enter(self, number: int, *, several: bool) -> Traffic:
-        """Return the traffic of the next operation. `several` is True if there are several hosts."""
-        traffic = self[number] = Traffic(self._rooms if several else None)
-        while (oldest := next(iter(self))) <= number - _MOST_RECENT:
-            del self[oldest]
+    def enter(self, number: int) -> Traffic:
+        """Return the record of an operation, a new one at the first call."""
+        traffic = self.get(number)
+        if traffic is None:
+            traffic = self[number] = Traffic(self._rooms)
+            while (oldest := next(iter(self))) <= number - _MOST_RECENT:
+                del self[oldest]
         return traffic
 
 

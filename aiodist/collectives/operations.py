@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,6 @@ from aiodist.types import ReduceOp
 _COUNT = struct.Struct("<q")
 _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
-_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 T = TypeVar("T")
 
@@ -44,29 +43,29 @@ T = TypeVar("T")
 async def elementwise(
     p: Primitives,
     ts: Sequence[Tensor],
-    outs: Sequence[Tensor] | None,
+    out: Tensor | None,
     op: ReduceOp,
     kind: str = "allreduce",
     root: int | None = None,
 ) -> Sequence[Any]:
-    """Reduce each of `ts` into its output in `outs`, which may be the same tensor. Return the outputs.
+    """Reduce each of `ts` in place, or the only one into `out`. Return the outputs.
 
     `kind` is allreduce, reduce or scan. A reduce returns None except on `root`, and only reads the tensors of other
     ranks. A scan reduces over ranks 0 to this one, and its mean is the mean of these ranks.
     """
     mine = root in (None, p.ep.rank)
     targets = ts
-    if mine and outs is not None:
-        targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
+    if mine and out is not None:
+        targets = [into(ts[0], out)]
     if p.ep.size > 1 or p.impl != "auto":
         await p.run([Primitive(kind, flat(target), op=op, root=root or 0) for target in targets])
     return targets if mine else [None] * len(ts)
 
 
-async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
+async def exscan(p: Primitives, ts: Sequence[Tensor], out: Tensor | None, op: ReduceOp) -> Sequence[Tensor]:
     """Reduce each of `ts` over the ranks before this one. The tensors of rank 0 do not change, as in MPI."""
     ep = p.ep
-    targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
+    targets = ts if out is None else [into(ts[0], out)]
     if p.ep.size == 1 and p.impl == "auto":
         return targets
     for on_cpu in (True, False):
@@ -84,7 +83,7 @@ async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | N
     return targets
 
 
-async def broadcast(p: Primitives, ts: Sequence[Tensor], root: int) -> Sequence[Tensor]:
+async def broadcast(p: Primitives, ts: Sequence[Tensor], out: None = None, *, root: int) -> Sequence[Tensor]:
     """Overwrite `ts`, of any shapes, with root's elements."""
     await p.run([Primitive("broadcast", numbers_of(t), root=root) for t in ts if t.numel()])
     return ts
@@ -268,10 +267,15 @@ async def _equal_alltoall(
     return results
 
 
-async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Tensor:
-    """Send `sizes[r]` rows of `t` to rank r (None: equal sizes). Return the rows from all ranks, in rank order."""
-    ranks, row = p.ep.size, t.shape[1:].numel()
-    data = p
+async def alltoall_single(
+    p: Primitives, ts: Sequence[Tensor], out: Tensor | None, sizes: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Send `sizes[r]` rows of the only tensor to rank r (None: equal sizes). Return the rows from all ranks, in order.
+
+    The result is one tensor in a list.
+    """
+    (t,) = ts
+    ranks, row, data = p.ep.size, t.shape[1:].numel(), p
     if sizes is None:
         sizes = coming = [t.shape[0] // ranks] * ranks
     else:
@@ -288,7 +292,7 @@ async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: S
         t = t.clone()
     sent, received = [size * row for size in sizes], [size * row for size in coming]
     await data.run([Primitive("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received)])
-    return result
+    return [result]
 
 
 async def reduce_scatter(
@@ -414,23 +418,53 @@ def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
 
 # --- programs around these ---
 
+Work = Callable[[Primitives, Sequence[Any], Any], Program[Sequence[Any]]]
+"""A collective of this module with all arguments except primitives, tensors and `out`."""
 
-async def nothing(result: T) -> T:
+
+def work_of(
+    kind: str,
+    op: ReduceOp | None = None,
+    root: int | None = None,
+    *,
+    blocks: Sequence[Sequence[torch.Size]] = (),
+    sizes: Sequence[int] | None = None,
+) -> Work:
+    """Return the work of a collective, by name. `blocks` is for reduce_scatter, `sizes` for alltoall_single."""
+    match kind:
+        case "broadcast":
+            return partial(broadcast, root=root or 0)
+        case "allgather":
+            return allgather
+        case "gather":
+            return partial(gather, root=root or 0)
+        case "alltoall_single":
+            return partial(alltoall_single, sizes=sizes)
+    assert op is not None
+    match kind:
+        case "exscan":
+            return partial(exscan, op=op)
+        case "reduce_scatter":
+            return partial(reduce_scatter, op=op, blocks=blocks)
+    return partial(elementwise, op=op, kind=kind, root=root)
+
+
+async def nothing(_: object, result: T | None = None) -> T | None:
     """Return `result`."""
     return result
 
 
 async def each(
     p: Primitives,
-    work: Callable[..., Program[Sequence[Any]]],
-    ts: Sequence[T],
-    convert: Callable[[Any], Any] | None,
-    arguments: Mapping[str, object] = _NO_ARGUMENTS,
+    work: Work,
+    ts: Sequence[Any],
+    out: object = None,
+    convert: Callable[[Any], Any] | None = None,
     *,
-    listed: bool,
+    listed: bool = False,
 ) -> Any:  # noqa: ANN401
     """Run `work` on `ts`. Return the converted results, or the result of the only tensor unless `listed`."""
-    results = await work(p, ts, **arguments)
+    results = await work(p, ts, out)
     result = results if listed else results[0]
     return result if convert is None else convert(result)
 

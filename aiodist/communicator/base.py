@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,8 @@ from aiodist.collectives.choice.selector import compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.cuda.queued import Queue
-from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Primitives, Repertoire
-from aiodist.collectives.operations import alike_lists, each, nothing
+from aiodist.collectives.operations import Work, alike_lists, each, nothing
 from aiodist.communicator.arguments import Terms, check_across, check_name
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
@@ -27,10 +27,10 @@ from aiodist.communicator.group import Group, Keeper
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.messenger import Messenger
 from aiodist.communicator.names import Named
-from aiodist.communicator.operation import When
-from aiodist.communicator.plans import NoPlans, Plans, Signature
+from aiodist.communicator.operation import CommunicatorOperation, When
+from aiodist.communicator.plans import Plans, Signature
 from aiodist.handles import Handle
-from aiodist.handles.kernel import Program, prepare
+from aiodist.handles.kernel import Program
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import OPERATIONS, ReduceOp
@@ -87,17 +87,11 @@ class Base(Group):
                     self._dispatcher.large_bytes = edit.value
 
     def _compare_edit(self, edit: Edit) -> Handle[None]:
-        dispatcher = self._dispatcher
+        dispatcher, abort = self._dispatcher, self._dispatcher.lifetime.abort
         with dispatcher.lifetime.undisturbed():
-            seq = self.seq
-            endpoint = Endpoint(self._transport, tag_of(seq), traffic=dispatcher.traffic(), number=seq)
-            program = prepare(
-                compared,
-                Primitives(endpoint, self._repertoire, "direct"),
-                edit,
-                lambda error: dispatcher.progress.post(dispatcher.lifetime.abort, error),
-            )
-            handle = dispatcher.issue(Fingerprint("selector"), program)
+            work = partial(compared, edit=edit, differ=lambda error: dispatcher.progress.post(abort, error))
+            make = partial(self._plans.program, work, self._repertoire, "direct")
+            handle = dispatcher.issue(CommunicatorOperation(), Fingerprint("selector"), make)
         return handle.detach()  # no await is needed, since every later operation raises the error too
 
     def _set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None) -> None:
@@ -120,13 +114,13 @@ class Base(Group):
 
     def _comparing(self, what: Fingerprint) -> Base:
         other = object.__new__(type(self))
-        vars(other).update(vars(self), _compared=what, _plans=NoPlans())
+        vars(other).update(vars(self), _compared=what, _plans=self._plans.without_plans())
         return other
 
     def _issue(
         self,
         what: Fingerprint,
-        program: Program[Any],
+        work: Callable[[Primitives], Program[Any]],
         claims: Sequence[Claim],
         ts: Sequence[Tensor],
         terms: Terms,
@@ -135,21 +129,25 @@ class Base(Group):
         outs: Sequence[Tensor | None] = (),
         expects: bool = False,
     ) -> Handle[Any]:
-        """With `expects`, results may be on this rank's device although no tensor of the call is there."""
+        """Issue the program of `work`.
+
+        With `expects`, results may be on this rank's device although no tensor of the call is there.
+        """
         nbytes = sum(t.nbytes for t in ts)
         # In the order of the tensors, which is the same on all ranks.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
+        make = partial(self._plans.program, work, self._repertoire, terms.impl)
         if terms.name is not None:
             if where:
                 why = "expected the CPU, since a device takes operations in one order"
                 raise ValueError(f"name= with a tensor on {next(iter(where))}: {why}")
-            return self._dispatcher.issue(
-                what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert, when=self._named(terms)
-            )
-        tag = tag_of(self._dispatcher.oplog.seq)
-        work = self._work_on(where, tag) if where else self._work_expected(tag) if expects else []
-        if work:
-            program = on_devices(program, work, [*ts, *outs])
+            named = CommunicatorOperation(None, claims, convert, meets=self._named(terms))
+            return self._dispatcher.issue(named, what, make, nbytes=nbytes, timeout=terms.timeout)
+        self._repertoire.check(terms.impl)
+        tag = tag_of(self.seq)
+        devices = self._work_on(where, tag) if where else self._work_expected(tag) if expects else []
+        if devices:
+            make = partial(_on_devices, make, devices, [*ts, *outs])
             assert self._registry.resources.accelerator is not None
             if what.kind not in _ANYWHERE and (places := self._registry.resources.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
@@ -157,25 +155,20 @@ class Base(Group):
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else When.HOST
         if when is When.HOST and nbytes >= COMPARED_BYTES and what.kind not in OPERATIONS:
             when = When.ALL  # the operation itself compares metadata by messages
-        what = self._compared or what
+        operation = CommunicatorOperation(None, claims, convert, when=when)
+        work_bytes = 0 if devices else nbytes
         try:
-            handle: Handle[Any] = self._dispatcher.issue(
-                what,
-                program,
-                claims,
-                nbytes=nbytes,
-                timeout=terms.timeout,
-                convert=convert,
-                when=when,
-                queues=bool(work),
+            handle = self._dispatcher.issue(
+                operation, self._compared or what, make, nbytes=nbytes, timeout=terms.timeout, work_bytes=work_bytes
             )
         except BaseException:
-            program.close()  # even if the caller keeps the error, since the device's next launch waits for the close
+            for one in devices:  # the device's next launch waits for this
+                one.cancel()
             raise
-        if work:
-            attach(handle, work)
-        if work and self._dispatcher.pending_more:
-            self._dispatcher.progress.try_poll()  # so that the device begins before the next call of this thread
+        if devices:
+            attach(handle, devices)
+            if self._dispatcher.pending_more:
+                self._dispatcher.progress.try_poll()  # so that the device begins before the next call of this thread
         return handle
 
     def _named(self, terms: Terms) -> Named:
@@ -201,10 +194,9 @@ class Base(Group):
         The program begins after the ranks have compared the lengths of the lists.
         """
         if not ts:
-            return self._issue(what, prepare(nothing, empty), [], ts, terms)
+            return self._issue(what, partial(nothing, result=empty), [], ts, terms)
         check_across(ts)
-        program = prepare(alike_lists, self._primitives(terms), ts, make)
-        return self._issue(what, program, claims, ts, terms)
+        return self._issue(what, partial(alike_lists, ts=ts, then=make), claims, ts, terms)
 
     def _work_on(self, devices: Collection[torch.device], tag: int | None) -> list[DeviceWork]:
         """Return the work on `devices` of the next operation, a collective of `tag` or a message.
@@ -237,38 +229,30 @@ class Base(Group):
         check_not_capturing(self._device.index)
         return [accelerator.work(self.name, self._device, tag, expected=True)]
 
+    @staticmethod
     def _each(
-        self,
-        work: Callable[..., Program[Sequence[Any]]],
+        work: Work,
         ts: Sequence[Tensor],
         given: object,
-        terms: Terms,
+        out: Tensor | None = None,
         convert: Callable[[Any], Any] | None = None,
-        **arguments: object,
-    ) -> Program[Any]:
-        """Return the program that runs `work(p, ts, **arguments)` on one tensor or a list and converts the result.
+    ) -> Callable[[Primitives], Program[Any]]:
+        """Return the program that runs `work` on one tensor or a list, and converts the result.
 
         The program uses the present memory of the tensors, even if user code replaces the memory later by
         `t.data = ...` or `module.half()`.
         """
-        p = self._primitives(terms)
-        listed = not isinstance(given, Tensor)
-        return prepare(each, p, work, [t.detach() for t in ts], convert, arguments, listed=listed)
+        detached = [t.detach() for t in ts]
+        return partial(each, work=work, ts=detached, out=out, convert=convert, listed=not isinstance(given, Tensor))
 
-    def _primitives(self, terms: Terms) -> Primitives:
-        """Return the primitives of the next operation."""
-        if terms.name is not None:
-            use = self._named(terms)
-            ep = Endpoint(self._transport, 0, traffic=use.traffic)
-            use.endpoints.append(ep)
-            return Primitives(ep, self._repertoire, terms.impl, later=True, device=self._device)
-        self._repertoire.check(terms.impl)
-        # The tag follows from the number of the operation, which is the same on all ranks.
-        accelerator = self._registry.resources.accelerator
-        device_messages = None if accelerator is None else accelerator.device_messages
-        seq, traffic = self._dispatcher.oplog.seq, self._dispatcher.traffic()
-        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, seq)
-        return Primitives(ep, self._repertoire, terms.impl, device=self._device)
+
+def _on_devices(
+    make: Callable[[CommunicatorOperation], Program[Any]],
+    devices: Sequence[DeviceWork],
+    given: Sequence[Tensor | None],
+    operation: CommunicatorOperation,
+) -> Program[Any]:
+    return on_devices(make(operation), devices, given)
 
 
 def parts_of(comm: Base) -> Parts:

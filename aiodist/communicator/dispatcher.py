@@ -8,38 +8,38 @@ import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, TypeVarTuple
+from types import CodeType
+from typing import Any, ClassVar, Literal, Protocol, TypeVarTuple
 from weakref import WeakSet
 
 from aiodist.backends.base import Transport
-from aiodist.collectives.endpoint import RecentTraffic, Traffic
+from aiodist.collectives.endpoint import RecentTraffic
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.operations import nothing
 from aiodist.communicator.agreement import Agreement
-from aiodist.communicator.claims import Claim, acquire
+from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issued import Issued
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.lifetime import Lifetime
 from aiodist.communicator.names import Named, Names
-from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Peer, Pending, When
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Peer, Pending, Receive, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Watch, Watchdog
 from aiodist.control import Channel
 from aiodist.errors import CommunicatorError
-from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Progress, internals
-from aiodist.handles.kernel import Program, prepare
+from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Posted, Progress, internals
+from aiodist.handles.kernel import Program
 from aiodist.handles.origin import whence
 from aiodist.handles.polling import transport_lock
 from aiodist.handles.tracing import Ended
+from aiodist.types import ANY
 
 OnDiffer = Callable[[CommunicatorOperation], None]
-T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-H = TypeVar("H", bound=Handle[Any])
 
 _FORK_SECONDS = 1.0
 _ELSEWHERE = (
@@ -88,8 +88,6 @@ class Dispatcher:
         self.oplog = OpLog()
         self.operations = Pending()
         """Pending operations."""
-        self.recent = RecentTraffic([] if transport.capabilities().overruns else None)
-        """Records of the last operations' messages to and from other hosts."""
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
@@ -115,6 +113,9 @@ class Dispatcher:
         self.names = Names(name, channel, self.ranks, transport, progress, on_differ=on_differ, broken=broken)
         alone = partial(Agreement, progress, None, None, None, several=False, on_differ=on_differ)
         self.agreement = alone() if agree is None else agree(on_differ, broken)
+        overruns = self.agreement.several and transport.capabilities().overruns
+        self.recent = RecentTraffic([] if overruns else None)
+        """Records of the last operations' messages to and from other hosts."""
         self._connect()
         self._alive.add(self)
 
@@ -183,92 +184,108 @@ class Dispatcher:
             seen = threading.current_thread().name
             raise RuntimeError(f"{call} of communicator {self.name!r} in thread {seen!r}: call it on the loop's thread")
 
-    def traffic(self, seq: int | None = None) -> Traffic | None:
-        """Return the record of the messages of operation `seq`, or of the next operation if None.
-
-        A communicator of one rank has no record and returns None.
-        """
-        if self.transport.size == 1:
-            return None
-        number = self.oplog.seq if seq is None else seq
-        traffic = self.recent.get(number)
-        if traffic is None:
-            traffic = self.recent.enter(number, several=self.agreement.several)
-        return traffic
-
     def issue(
         self,
+        operation: CommunicatorOperation,
         what: Fingerprint,
-        program: Program[Any],
-        claims: Sequence[Claim] = (),
+        make: Callable[[CommunicatorOperation], Any],
         *,
         nbytes: int = 0,
         timeout: float | None = None,
-        convert: Callable[[Any], Any] | None = None,
-        when: When | Named = When.HOST,
-        queues: bool = False,
-    ) -> Handle[Any]:
-        """Issue `program` as a collective: check, claim, number, log, and start.
-
-        The operation has the next number in the order of all ranks. The operation begins when the ranks that `when`
-        names agree. If `when` is a use of a name, the operation has no number in that order. The named operation begins
-        when every rank has issued the same use. `queues` is True if the program only queues work on a device. `convert`
-        makes the result, possibly with code of the user. Raises, with nothing changed, if the communicator refuses
-        calls or bytes are in flight.
-        """
-        operation = self.prepare(what, claims, nbytes, timeout, when, convert=convert)
-        return self.launch(operation, program, 0 if queues else nbytes)
-
-    def prepare(
-        self,
-        what: Fingerprint,
-        claims: Sequence[Claim],
-        nbytes: int,
-        timeout: float | None,
-        when: When | Named = When.HOST,
-        *,
-        convert: Callable[[Any], Any] | None = None,
+        work_bytes: int | None = None,
         messages: bool = True,
-    ) -> CommunicatorOperation:
-        """Return a collective that is checked, claimed, numbered and logged.
-
-        The caller must launch the collective next.
-
-        `messages` is False if the collective is one call of a library, which sends no messages of aiodist.
-        """
-        if isinstance(when, Named):
-            named = self.new_handle(Handle, what.kind, nbytes, timeout, when.count)
-            operation = CommunicatorOperation(
-                named, claims, convert, meets=when, signature=what.word, when=When.ALL, traffic=when.traffic
-            )
-            operation.set_name(f"{what.kind} {when.name!r}")
-            self.enter(operation)
-            self.names.record(when, named, what)
-            self.watchdog.use_issued(when)
-        else:
-            handle = self.new_handle(Handle, what.kind, nbytes, timeout)
-            number = handle.seq
-            operation = CommunicatorOperation(
-                handle,
-                claims,
-                convert,
-                number=number,
-                signature=what.word ^ number,
-                when=when,
-                traffic=self.traffic(number) if messages or self._observer is not None else None,
-            )
-            self.enter(operation)
-            self.oplog.record(what, internals.issued_at(handle))
-        return operation
-
-    def launch(
-        self, operation: CommunicatorOperation, work: Program[Any] | NativeCall, work_bytes: int = 0
+        receive: Receive | None = None,
     ) -> Handle[Any]:
-        """Start a collective that was prepared. `work_bytes` are the bytes that this rank copies or reduces."""
-        assert operation.handle is not None
+        """Check, claim, number, log and start a new operation. `core/issue.c` does the same for the lanes.
+
+        `make` returns the work of the numbered operation: a program, a `NativeCall` or a `MailboxReceive`. `nbytes` are
+        the bytes of the tensors. `work_bytes` are the bytes that this rank copies or reduces, by default `nbytes`.
+        `messages` is False if a library carries all messages of a collective. `receive` owns the claims of a receive,
+        whose handle only the program holds.
+
+        Raises, with nothing changed, if the communicator refuses calls, bytes are in flight, or `make` raises.
+        """
+        if self.lifetime.refusal is not None or _get_running_loop() is not self.progress.loop:
+            self.check_usable()
+        meets = operation.meets
+        origin = self.oplog.caller or whence(3)
+        number = meets.count if isinstance(meets, Named) else self.oplog.seq
+        kind = Handle if receive is None else Posted
+        handle: Handle[Any] = kind(self.progress, what.kind, number, nbytes, origin, self.account)
+        if timeout is not None or self.timeout is not None:
+            self._set_deadline(handle, timeout)
+        operation.handle = handle
+        if not isinstance(meets, Peer):
+            self._sign(operation, what, messages or self._observer is not None)
+        work = self._claim(operation, handle, make, receive)
+        self._log(handle, meets, what, origin)
+        work_bytes = nbytes if work_bytes is None else work_bytes
         operation.large = work_bytes >= self.large_bytes
-        self.start(work_bytes, self._begin, operation, work)
-        return operation.handle
+        if receive is not None:
+            if self.watchdog.on_receive is not None and receive.peer.src != ANY:
+                self.watchdog.on_receive(handle, receive.peer.src)
+            self.start(work_bytes, self.mailbox.receive, work)
+        elif isinstance(meets, Peer):
+            self.start(work_bytes, self.settlement.run, operation, work)
+        else:
+            self.start(work_bytes, self._begin, operation, work)
+        return handle
+
+    def _sign(self, operation: CommunicatorOperation, what: Fingerprint, messages: bool) -> None:
+        """Set number and signature of a collective, and the record of its messages if `messages` is True."""
+        assert operation.handle is not None
+        if isinstance(use := operation.meets, Named):
+            operation.set_name(f"{what.kind} {use.name!r}")
+            operation.signature, operation.when, operation.traffic = what.word, When.ALL, use.traffic
+        else:
+            operation.number = number = operation.handle.seq
+            operation.signature = what.word ^ number
+            if messages and self.transport.size > 1:
+                operation.traffic = self.recent.enter(number)
+        if operation.traffic is not None:
+            operation.traffic.comparison = operation.agreed.wait
+
+    def _claim(
+        self,
+        operation: CommunicatorOperation,
+        handle: Handle[Any],
+        make: Callable[[CommunicatorOperation], Any],
+        receive: Receive | None,
+    ) -> Any:  # noqa: ANN401
+        """Claim the bytes, make the work, and enter the operation in the table. Return the work."""
+        claims = operation.claims
+        if receive is not None:
+            receive.own(handle)
+        try:
+            acquire(claims, handle if receive is None else receive)
+            try:
+                work = make(operation)
+            except BaseException:
+                release(claims)
+                raise
+        except BaseException:
+            Operation.of(handle).mark_retrieved()  # the operation was never issued
+            raise
+        if receive is None:
+            operation.set_in_place(any(claim.writes for claim in claims))
+            self.operations.add(operation)
+        return work
+
+    def _log(
+        self, handle: Handle[Any], meets: Literal[True] | Named | Peer, what: Fingerprint, origin: tuple[CodeType, int]
+    ) -> None:
+        """Record an operation in the log, for the observer and for the watchdog."""
+        if self._observer is not None:
+            Operation.of(handle).observe(self._observer.issued(handle, None if meets is True else meets))
+        if not self.watchdog.watch.watching:
+            self.watchdog.watch.keep_watch()
+        if meets is True:
+            self.oplog.record(what, origin)
+        elif isinstance(meets, Named):
+            self.names.record(meets, handle, what)
+            self.watchdog.use_issued(meets)
+        else:
+            self.watchdog.messages += 1
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
         """Run the work after the ranks have agreed on the operation. The transport lock is held."""
@@ -280,7 +297,7 @@ class Dispatcher:
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier, an operation without data that ends when the ranks agree."""
         with self.lifetime.undisturbed():
-            return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
+            return self.issue(CommunicatorOperation(when=When.ALL), Fingerprint(kind), nothing, timeout=timeout)
 
     def start(self, nbytes: int, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make a call with the transport lock held, in the progress thread for an operation of many `nbytes`."""
@@ -290,35 +307,6 @@ class Dispatcher:
             self.progress.start(call, *args)
         else:
             self.progress.start_from_thread(call, *args)
-
-    def enter(self, operation: CommunicatorOperation) -> None:
-        """Claim the bytes of an operation and enter the operation in the table."""
-        handle = operation.handle
-        assert handle is not None
-        acquire(operation.claims, handle)
-        operation.set_in_place(any(claim.writes for claim in operation.claims))
-        if operation.traffic is not None:
-            operation.traffic.comparison = operation.agreed.wait
-        self.operations.add(operation)
-        if self._observer is not None or not self.watchdog.watch.watching:
-            self.watch_over(handle, None if operation.meets is True else operation.meets)
-
-    def new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
-        """Return the handle of an operation, or raise if the communicator refuses calls."""
-        if self.lifetime.refusal is not None or _get_running_loop() is not self.progress.loop:
-            self.check_usable()
-        origin = self.oplog.caller or whence(4)
-        handle = kind(self.progress, op, self.oplog.seq if number is None else number, nbytes, origin, self.account)
-        if timeout is not None or self.timeout is not None:
-            self._set_deadline(handle, timeout)
-        return handle
-
-    def watch_over(self, handle: Handle[Any], meets: Peer | Named | None) -> None:
-        """Notify the observer of an operation, and start the watchdog."""
-        if self._observer is not None:
-            Operation.of(handle).observe(self._observer.issued(handle, meets))
-        if not self.watchdog.watch.watching:
-            self.watchdog.watch.keep_watch()
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         """Set the deadline of a handle: `timeout` seconds, or the communicator's default."""

@@ -13,11 +13,14 @@ from torch.nn import Parameter
 from aiodist import _core
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle, in_flight
 from aiodist.handles.kernel import Program
 from aiodist.handles.origin import known_files
 from aiodist.streams.writes import increment_version
+
+Make = Callable[[CommunicatorOperation], Program[Any]]
 
 
 class LaneIssuer:
@@ -56,20 +59,20 @@ class LaneIssuer:
         core.threads = dispatcher.lifetime.issuing is not None
         return core
 
-    def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
+    def go_on(self, handle: Handle[Any], make: Make, claims: Sequence[Claim]) -> None:
         """Continue an agreed collective by a program, since no lane can run the collective (any thread)."""
-        self._dispatcher.traffic(handle.seq)  # so that the operation can be stopped
+        self._dispatcher.recent.enter(handle.seq)  # so that the operation can be stopped
         self._dispatcher.progress.start_from_thread(self._go_on, handle, make, claims)
 
-    def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
+    def _go_on(self, handle: Handle[Any], make: Make, claims: Sequence[Claim]) -> None:
         operation = self._dispatcher.operations.take_over(handle, claims)
         if operation is None:
             release(claims)
             return
-        operation.traffic = self._dispatcher.traffic(handle.seq)
+        operation.traffic = self._dispatcher.recent.enter(handle.seq)
         if not self._dispatcher.failures.join(operation):
             operation.decide(None)
-        operation.admitted.wait(partial(self._dispatcher.settlement.begin, operation, make()))
+        operation.admitted.wait(partial(self._dispatcher.settlement.begin, operation, make(operation)))
 
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
         """Fail the operation of `handle`, which a lane has ended with `error` after the release of its bytes."""

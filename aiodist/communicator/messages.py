@@ -13,14 +13,17 @@ from aiodist.collectives.messages import Arrived, MessageKind
 from aiodist.collectives.metadata import overlaps
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor, tensors_of
 from aiodist.communicator.base import Base
-from aiodist.communicator.claims import acquire, reading, writing
+from aiodist.communicator.claims import reading, writing
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.messenger import Receiving, Reception
-from aiodist.communicator.operation import Peer
+from aiodist.communicator.operation import CommunicatorOperation, Peer
 from aiodist.communicator.pickling import unpack
 from aiodist.handles import Handle, Operation, gather, in_flight, internals
-from aiodist.handles.kernel import Program, prepare, resume
+from aiodist.handles.kernel import Program, resume
 from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
+
+_SEND, _RECV, _SENDRECV, _MESSAGES = map(Fingerprint, ("send", "recv", "sendrecv", "messages"))
 
 
 class Message(NamedTuple):
@@ -75,7 +78,7 @@ class PointToPoint(Base):
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)
-        return self._send("send", ts, dst, tag, MessageKind.TENSOR, timeout, synchronous)
+        return self._send(_SEND, ts, dst, tag, MessageKind.TENSOR, timeout, synchronous)
 
     def recv(
         self, t: Tensor | list[Tensor] | None = None, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
@@ -127,7 +130,7 @@ class PointToPoint(Base):
         asked = Reception(
             Peer(src, None, tag), MessageKind.TENSOR, into, claims, self._work_for, into, later, nbytes=nbytes
         )
-        return self._messenger.receive("recv", asked, timeout)
+        return self._messenger.receive(_RECV, asked, timeout)
 
     def _receive_list(self, ts: list[Tensor], src: int, tag: int, timeout: float | None) -> Handle[list[Tensor]]:
         """Issue all or none, and withdraw all or none."""
@@ -181,26 +184,21 @@ class PointToPoint(Base):
         into = None if out is None else check_out(out, t, numel=0)
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
-        claims = [*reading(t), *(writing(into) if into is not None else [])]
-        mailbox, peer = self._messenger.mailbox, Peer(src, dst, tag)
-        in_flight.acquire_all(claims, "sendrecv")
-        in_flight.release_all(claims)
+        claims = [] if into is None else writing(into)
         works = self._work_of([t])
-        like = t if into is None and t.is_cuda else into
-        asked = Reception(peer, MessageKind.TENSOR, into, claims[1:], self._work_for, like, nbytes=t.nbytes, sends=True)
+        like, peer, sent = t if into is None and t.is_cuda else into, Peer(src, dst, tag), reading(t)
+        asked = Reception(peer, MessageKind.TENSOR, into, claims, self._work_for, like, nbytes=t.nbytes, sent=sent)
         try:
-            handle, receiving = self._messenger.receive("sendrecv", asked, timeout)
+            handle, receiving = self._messenger.receive(_SENDRECV, asked, timeout)
         except BaseException:
             for one in works:
                 one.cancel()
             raise
-        sending = receiving.sending
-        assert sending is not None
-        acquire(claims[:1], sending.handle)
-        sending.claims = claims[:1]
         line = ("sendrecv", handle.seq, *internals.issued_at(handle))
-        send = prepare(mailbox.send, [t], dst, tag, MessageKind.TENSOR, line)
-        self._messenger.launch(sending, prepare(_sent_half, receiving, on_devices(send, works, [t])), t.nbytes)
+        send = on_devices(self._messenger.mailbox.send([t], dst, tag, MessageKind.TENSOR, line), works, [t])
+        assert receiving.sending is not None
+        program = _sent_half(receiving, send)
+        self._dispatcher.start(t.nbytes, self._dispatcher.settlement.run, receiving.sending, program)
         attach(handle, [*works, *receiving.works])
         return handle
 
@@ -226,32 +224,40 @@ class PointToPoint(Base):
         while True:
             peer = Peer(src, None, tag)
             asked = Reception(peer, ANY, None, [], later=self._work_later())
-            arrived: Arrived = await self._messenger.receive("messages", asked, timeout)[0]
+            arrived: Arrived = await self._messenger.receive(_MESSAGES, asked, timeout)[0]
             of_object = arrived.kind == MessageKind.OBJECT
             yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)
 
     def _send(
-        self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None, synchronous: bool
+        self,
+        what: Fingerprint,
+        ts: list[Tensor],
+        dst: int,
+        tag: int,
+        kind: int,
+        timeout: float | None,
+        synchronous: bool,
     ) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
         work = self._work_of(ts)
         single = len(ts) == 1
         kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
         peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
+
+        def make(operation: CommunicatorOperation) -> Program[None]:
+            assert operation.handle is not None
+            line = (what.kind, operation.handle.seq, *internals.issued_at(operation.handle))
+            send = self._dispatcher.mailbox.send(ts, dst, tag, kind, line, synchronous=synchronous)
+            return on_devices(send, work, ts) if work else send
+
+        operation = CommunicatorOperation(claims=reading(*ts), meets=peer)
         try:
-            operation = self._messenger.issue(op, nbytes, reading(*ts), timeout, peer)
+            handle = self._dispatcher.issue(operation, what, make, nbytes=nbytes, timeout=timeout)
         except BaseException:
             for one in work:
                 one.cancel()
             raise
-        handle, mailbox = operation.handle, self._dispatcher.mailbox
-        assert handle is not None
-        line = (op, handle.seq, *internals.issued_at(handle))
-        send = prepare(mailbox.send, ts, dst, tag, kind, line, synchronous=synchronous)
-        if not work:
-            self._messenger.launch(operation, send, nbytes)
-        else:
-            self._messenger.launch(operation, on_devices(send, work, ts), nbytes)
+        if work:
             attach(handle, work)
         return handle
 

@@ -34,9 +34,9 @@ from aiodist.collectives.cuda.on_device import DeviceWork, attach
 from aiodist.collectives.messages import Arrived, MailboxReceive, MessageKind, Unpacked
 from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.operation import CommunicatorOperation, OperationState, Peer
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
-from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import described
 from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+
+_CLOSE = Fingerprint("aclose")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Reception:
     """Factory of the work for a message from a device, or None. Used if the receive has no work."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
-    sends: bool = False
-    """True for a `sendrecv`, which ends only after its own send (see `Receiving.sending`)."""
+    sent: Sequence[Claim] = ()
+    """Bytes that a `sendrecv` sends. The receive ends only after the send: see `Receiving.sending`."""
 
 
 class Messenger:
@@ -81,46 +84,13 @@ class Messenger:
         self.settlement = dispatcher.settlement
         self.progress = dispatcher.progress
 
-    def issue(
-        self,
-        op: str,
-        nbytes: int,
-        claims: Sequence[Claim],
-        timeout: float | None,
-        peer: Peer,
-        convert: Callable[[Any], Any] | None = None,
-    ) -> CommunicatorOperation:
-        """Return an operation of messages with `peer`, which is checked, claimed and in the table.
-
-        `launch` starts the operation.
-        """
-        handle: Handle[Any] = self.dispatcher.new_handle(Handle, op, nbytes, timeout)
-        operation = CommunicatorOperation(handle, claims, convert, meets=peer)
-        self.dispatcher.enter(operation)
-        self._note(handle, peer)
-        return operation
-
-    def launch(self, operation: CommunicatorOperation, program: Program[None], nbytes: int) -> None:
-        """Start an operation that was issued. `nbytes` are the bytes that this rank copies."""
-        self.dispatcher.start(nbytes, self.settlement.run, operation, program)
-
-    def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
-        """Issue a receive, and return its handle and operation. Only the program holds the handle before a match."""
-        handle: Posted[Any] = self.dispatcher.new_handle(Posted, op, asked.nbytes, timeout)
-        receiving = Receiving(self, handle, asked)
-        try:
-            acquire(asked.claims, receiving)
-            try:
-                wanted = receiving.post(handle)
-            except BaseException:
-                release(asked.claims)
-                raise
-        except BaseException:
-            Operation.of(handle).mark_retrieved()  # the operation was never issued
-            raise
-        self.dispatcher.watch_over(handle, asked.peer)
-        self._note(handle, asked.peer)
-        self.dispatcher.start(0, self.mailbox.receive, wanted)
+    def receive(self, what: Fingerprint, asked: Reception, timeout: float | None) -> tuple[Handle[Any], Receiving]:
+        """Issue a receive. Return its handle, which only the program holds before a match, and its operation."""
+        receiving = Receiving(self, asked)
+        operation = CommunicatorOperation(claims=[*asked.claims, *asked.sent], meets=asked.peer)
+        handle = self.dispatcher.issue(
+            operation, what, receiving.post, nbytes=asked.nbytes, timeout=timeout, work_bytes=0, receive=receiving
+        )
         return handle, receiving
 
     def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
@@ -163,15 +133,8 @@ class Messenger:
         transport = self.dispatcher.transport
         if transport.size > 1 and self.dispatcher.lifetime.refusal is None:
             before = Peer((transport.rank - 1) % transport.size, None, 0)
-            operation = self.issue("aclose", 0, (), seconds, before)
-            self.launch(operation, prepare(self.mailbox.part), 0)
-            assert operation.handle is not None
-            await operation.handle
-
-    def _note(self, handle: Handle[Any], peer: Peer) -> None:
-        self.dispatcher.watchdog.messages += 1
-        if self.dispatcher.watchdog.on_receive is not None and peer.src not in (None, ANY) and handle.op != "aclose":
-            self.dispatcher.watchdog.on_receive(handle, peer.src)
+            operation = CommunicatorOperation(meets=before)
+            await self.dispatcher.issue(operation, _CLOSE, lambda _: self.mailbox.part(), timeout=seconds)
 
 
 class Receiving:
@@ -191,24 +154,31 @@ class Receiving:
         "sending",
     )
 
-    def __init__(self, messenger: Messenger, handle: Posted[Any], asked: Reception) -> None:
+    ref: ref[Handle[Any]]
+
+    def __init__(self, messenger: Messenger, asked: Reception) -> None:
         self.paused = True
-        self.ref: ref[Handle[Any]] = ref(handle, messenger.dropped)
-        hash(self.ref)  # cached by Python: a dead reference cannot compute its hash
         self._asked = asked
         self._messenger = messenger
-        self._called = (internals.name_of(handle), handle.seq, handle.origin)
         self._held: Handle[Any] | None = None
         self._wanted: MailboxReceive | None = None
         self._operation: CommunicatorOperation | None = None
         self.sending: CommunicatorOperation | None = None
-        if asked.sends:
-            self.sending = CommunicatorOperation(messenger.stand_in(handle), meets=asked.peer)
         """The other half of a `sendrecv`, until that half is finished."""
         self._arrived: tuple[CommunicatorOperation, Arrived] | None = None
         """A message that came before the end of the other half."""
         self._unsent: BaseException | None = None
         """The error of the other half."""
+
+    def own(self, handle: Handle[Any]) -> None:
+        """See `Receive`."""
+        assert isinstance(handle, Posted)
+        self.ref = ref(handle, self._messenger.dropped)
+        hash(self.ref)  # cached by Python: a dead reference cannot compute its hash
+        self._called = (handle.op, handle.seq, handle.origin)
+        if self._asked.sent:
+            stand_in = self._messenger.stand_in(handle)
+            self.sending = CommunicatorOperation(stand_in, self._asked.sent, meets=self._asked.peer)
         PostedOperation.of(handle).set_owner(self)
 
     def __str__(self) -> str:
@@ -254,21 +224,22 @@ class Receiving:
 
     # --- with the transport lock held -------------------------------------------------------------------------
 
-    def post(self, handle: Posted[Any]) -> MailboxReceive:
+    def post(self, operation: CommunicatorOperation) -> MailboxReceive:
         """Return the receive to post in the mailbox. Its memory is claimed. The lock need not be held here."""
-        asked, messenger = self._asked, self._messenger
+        asked, handle = self._asked, self.ref()
         works = [] if asked.work is None else asked.work(asked.like)
+        assert handle is not None
+        assert asked.peer.src is not None
         self.paused = False
-        operation = CommunicatorOperation(None, asked.claims, asked.convert, meets=asked.peer)
+        operation.handle, operation.claims, operation.convert = None, asked.claims, asked.convert
         work = next(iter(works), None)
         finish = partial(self._finish, operation)
-        assert asked.peer.src is not None
         wanted = MailboxReceive(
             asked.peer.src, asked.peer.tag, asked.into, finish, self.take, work, asked.later, kind=asked.kind
         )
         self._operation, self._wanted = operation, wanted
-        PostedOperation.of(handle).set_canceller(self.cancel)
-        messenger.pending.posted[self.ref] = self
+        Operation.of(handle).set_canceller(self.cancel)
+        self._messenger.pending.posted[self.ref] = self
         if works:
             attach(handle, works)
         return wanted
@@ -349,7 +320,7 @@ class Receiving:
         why = self._messenger.dispatcher.lifetime.refusal
         if self.paused and internals.is_pending(handle) and why is None:
             try:
-                self._messenger.mailbox.receive(self.post(handle))
+                self._messenger.mailbox.receive(self.post(CommunicatorOperation(meets=self.peer)))
             except BaseException:
                 release(self._asked.claims)
                 raise

@@ -11,7 +11,7 @@ from torch import Tensor
 from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.implementations import Primitives
-from aiodist.collectives.operations import copy_to_all, each, nothing
+from aiodist.collectives.operations import copy_to_all, each, nothing, work_of
 from aiodist.communicator.arguments import (
     Terms,
     check_alike,
@@ -30,7 +30,6 @@ from aiodist.communicator.base import Base
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how, kind_of
 from aiodist.handles import Handle
-from aiodist.handles.kernel import prepare
 from aiodist.streams.writes import check_written
 from aiodist.types import Impl
 
@@ -90,17 +89,17 @@ class Movement(Base):
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         to_result = (lambda _: t) if isinstance(t, (list, Tensor)) else convert
-        program = self._each(operations.broadcast, ts, lifted, terms, to_result, root=root)
+        work = self._each(work_of("broadcast", root=root), ts, lifted, None, to_result)
         claims = reading(*ts) if self.rank == root else writing(*ts)
         what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
-        return self._issue(what, program, claims, ts, terms)
+        return self._issue(what, work, claims, ts, terms)
 
     def _broadcast_across(self, t: object, root: int, terms: Terms) -> Handle[Any]:
         ts = check_list(t, None, "t")
         what = fingerprint_of("broadcast", ts, None, root, terms.impl, given=t, across=True)
 
         async def broadcast(p: Primitives) -> Any:  # noqa: ANN401
-            await operations.broadcast(p, ts[:1], root)
+            await operations.broadcast(p, ts[:1], root=root)
             copy_to_all(ts)
             return t
 
@@ -160,9 +159,9 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        program = self._each(operations.allgather, ts, lifted, terms, convert, out=out)
+        work = self._each(work_of("allgather"), ts, lifted, out, convert)
         what = fingerprint_of("allgather", ts, None, impl=impl, given=t)
-        return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
+        return self._issue(what, work, claims_of(ts, out), ts, terms, outs=(out,))
 
     def _allgather_across(self, t: object, out: object, terms: Terms) -> Handle[Any]:
         ts = check_list(t, None, "t")
@@ -221,9 +220,9 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        program = self._each(operations.gather, ts, lifted, terms, convert, out=out, root=root)
+        work = self._each(work_of("gather", root=root), ts, lifted, out, convert)
         what = fingerprint_of("gather", ts, None, root, impl, given=t)
-        return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
+        return self._issue(what, work, claims_of(ts, out), ts, terms, outs=(out,))
 
     def scatter(
         self,
@@ -269,9 +268,9 @@ class Movement(Base):
         said = partial(Fingerprint, "scatter", how=how(None, impl), root=root, loose=True)
         if self.rank != root:
             what = said(None if out is None else kind_of(out))
-            program = prepare(operations.scatter, self._primitives(terms), None, False, out, root)
+            work = partial(operations.scatter, lists=None, nested=False, out=out, root=root)
             claims = [] if out is None else writing(out)
-            return self._issue(what, program, claims, [], terms, outs=(out,), expects=out is None)
+            return self._issue(what, work, claims, [], terms, outs=(out,), expects=out is None)
         if ts is None:
             raise TypeError("ts is None: root gives a list of tensors, one for each rank")
         lists, nested = self._lists(ts, out)
@@ -280,9 +279,9 @@ class Movement(Base):
             check_apart(out, lists[0], lists[0][root])
         sent = [t for one in lists for t in one]
         kinds = set(map(kind_of, sent))
-        program = prepare(operations.scatter, self._primitives(terms), lists, nested, out, root)
+        work = partial(operations.scatter, lists=lists, nested=nested, out=out, root=root)
         what = said(kinds.pop() if len(kinds) == 1 else None)
-        return self._issue(what, program, claims_of(sent, out), sent, terms, outs=(out,))
+        return self._issue(what, work, claims_of(sent, out), sent, terms, outs=(out,))
 
     def alltoall(
         self,
@@ -334,11 +333,10 @@ class Movement(Base):
         terms = Terms(timeout, impl, name)
         # Detached, since an `out`, which may grow, may be one of these tensors.
         detached = [[t.detach() for t in one] for one in lists]
-        p = self._primitives(terms)
-        program = prepare(each, p, operations.alltoall, detached, None, {"out": outs}, listed=nested)
+        work = partial(each, work=operations.alltoall, ts=detached, out=outs, listed=nested)
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
-        return self._issue(what, program, claims, sent, terms, outs=outs or ())
+        return self._issue(what, work, claims, sent, terms, outs=outs or ())
 
     def alltoall_single(
         self,
@@ -377,9 +375,9 @@ class Movement(Base):
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")
         # Detached, since `out`, which may grow, may be t itself.
-        program = prepare(operations.alltoall_single, self._primitives(terms), t.detach(), out, sizes)
+        work = self._each(work_of("alltoall_single", sizes=sizes), [t], t, out)
         what = Fingerprint("alltoall_single", kind_of(t), shape, form)
-        return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
+        return self._issue(what, work, claims_of([t], out), [t], terms, outs=(out,))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return the argument of scatter or alltoall as a list of lists, with True if `ts` is a list of lists."""
@@ -417,6 +415,6 @@ class Movement(Base):
         of each host. Source: Hensgen, Finkel, Manber 1988, Two algorithms for barrier synchronization.
         """
         if name is not None:
-            return self._issue(Fingerprint("barrier"), prepare(nothing, None), [], [], Terms(timeout, name=name))
+            return self._issue(Fingerprint("barrier"), nothing, [], [], Terms(timeout, name=name))
         planned = self._plans.barrier(timeout)
         return self._dispatcher.barrier(timeout) if planned is None else planned

@@ -22,8 +22,8 @@ from time import perf_counter_ns
 from typing import Any, TypeVar
 from weakref import ref
 
-from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, key_of, name_in, number_of_use, tag_of
-from aiodist.collectives.endpoint import Differ, Endpoint, Traffic
+from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, name_in, number_of_use, tag_of
+from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.agreement import Comparison, Dissemination
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.operation import CommunicatorOperation, Use
@@ -40,8 +40,6 @@ class Named(Use):
     """A named operation of this rank."""
 
     traffic: Traffic = field(default_factory=Traffic)
-    endpoints: list[Endpoint] = field(default_factory=list)
-    """Endpoints of the program, which get their tag and key before the start."""
     edition: int = 0
     """Hash of the selector's table, or 0 for the default table. Edits and named operations have no common order."""
     operation: CommunicatorOperation | None = None
@@ -186,9 +184,6 @@ class Names:
             return
         self._by_number[number] = known
         use.number = operation.number = number_of_use(number, use.count)
-        for endpoint in use.endpoints:
-            endpoint.tag, endpoint.key = tag_of(use.number), key_of(use.number)
-        use.endpoints.clear()
         operation.signature ^= use.number - NAMED
         comparison = self._between.compare(tag_of(use.number), operation.signature)
         comparison.ended.wait(partial(self._compared, operation, comparison))

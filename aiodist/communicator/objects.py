@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from aiodist.collectives import operations
 from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.messages import Arrived, MessageKind
-from aiodist.collectives.operations import each
+from aiodist.collectives.operations import each, work_of
 from aiodist.communicator import pickling as objects
 from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
@@ -19,10 +20,11 @@ from aiodist.communicator.messages import PointToPoint
 from aiodist.communicator.messenger import Reception
 from aiodist.communicator.operation import Peer
 from aiodist.handles import Handle
-from aiodist.handles.kernel import prepare
 from aiodist.types import ANY
 
 T = TypeVar("T")
+
+_SEND, _RECV = Fingerprint("send_object"), Fingerprint("recv_object")
 
 
 class Objects(PointToPoint):
@@ -63,11 +65,12 @@ class Objects(PointToPoint):
         """
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj) if self.rank == root else None
-        what, p = Fingerprint("broadcast_object", root=root), self._primitives(terms)
+        what = Fingerprint("broadcast_object", root=root)
         if packed is not None:
-            return self._issue(what, prepare(_broadcast, p, packed, obj, root), [], [packed], terms)
-        program = prepare(operations.broadcast_bytes, p, None, root)
-        return self._issue(what, program, [], [], terms, objects.unpack)
+            return self._issue(what, partial(_broadcast, packed=packed, obj=obj, root=root), [], [packed], terms)
+        return self._issue(
+            what, partial(operations.broadcast_bytes, packed=None, root=root), [], [], terms, objects.unpack
+        )
 
     def allgather_object(
         self, obj: object, *, timeout: float | None = None, name: str | None = None
@@ -97,8 +100,8 @@ class Objects(PointToPoint):
         Cost: that of `allgather`.
         """
         packed, terms = objects.pack(obj), Terms(timeout, name=name)
-        program = self._each(operations.allgather, [packed], packed, terms)
-        return self._issue(Fingerprint("allgather_object"), program, [], [packed], terms, objects.unpack_each)
+        work = self._each(operations.allgather, [packed], packed)
+        return self._issue(Fingerprint("allgather_object"), work, [], [packed], terms, objects.unpack_each)
 
     def gather_object(
         self, obj: object, root: int = 0, *, timeout: float | None = None, name: str | None = None
@@ -106,9 +109,9 @@ class Objects(PointToPoint):
         """Return every rank's object on `root`, as a list by rank, or None elsewhere. Cost: that of `gather`."""
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
-        program = self._each(operations.gather, [packed], packed, terms, root=root)
+        work = self._each(work_of("gather", root=root), [packed], packed)
         convert = objects.unpack_each if self.rank == root else None
-        return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], terms, convert)
+        return self._issue(Fingerprint("gather_object", root=root), work, [], [packed], terms, convert)
 
     def scatter_object(
         self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, name: str | None = None
@@ -119,9 +122,9 @@ class Objects(PointToPoint):
         """
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = [self._pack_each(objs)] if self.rank == root else None
-        program = prepare(operations.scatter, self._primitives(terms), packed, False, None, root)
+        work = partial(operations.scatter, lists=packed, nested=False, out=None, root=root)
         what = Fingerprint("scatter_object", root=root)
-        return self._issue(what, program, [], packed[0] if packed else [], terms, objects.unpack)
+        return self._issue(what, work, [], packed[0] if packed else [], terms, objects.unpack)
 
     def alltoall_object(
         self, objs: Sequence[Any], *, timeout: float | None = None, name: str | None = None
@@ -131,8 +134,8 @@ class Objects(PointToPoint):
         Raises ValueError unless there are p objects. Cost: that of `alltoall`.
         """
         packed, terms = self._pack_each(objs), Terms(timeout, name=name)
-        program = prepare(each, self._primitives(terms), operations.alltoall, [packed], None, listed=False)
-        return self._issue(Fingerprint("alltoall_object"), program, [], packed, terms, objects.unpack_each)
+        work = partial(each, work=operations.alltoall, ts=[packed])
+        return self._issue(Fingerprint("alltoall_object"), work, [], packed, terms, objects.unpack_each)
 
     def send_object(
         self, obj: object, dst: int, tag: int = 0, *, synchronous: bool = False, timeout: float | None = None
@@ -142,13 +145,13 @@ class Objects(PointToPoint):
         `synchronous` and cost are those of `send`.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
-        return self._send("send_object", [objects.pack(obj)], dst, tag, MessageKind.OBJECT, timeout, synchronous)
+        return self._send(_SEND, [objects.pack(obj)], dst, tag, MessageKind.OBJECT, timeout, synchronous)
 
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`. Matching, `cancel`, errors and cost are those of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         asked = Reception(Peer(src, None, tag), MessageKind.OBJECT, None, [], convert=_unpacked)
-        return self._messenger.receive("recv_object", asked, timeout)[0]
+        return self._messenger.receive(_RECV, asked, timeout)[0]
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:
         if objs is None or len(objs) != self.size:

@@ -120,8 +120,8 @@ class Event:
 class CommunicatorOperation(Operation[Any]):
     """An operation of a communicator. The user awaits `handle`."""
 
-    handle: Handle[Any] | None  # type: ignore[assignment]
-    """The handle to settle, or None for a receive without a message."""
+    handle: Handle[Any] | None = None  # type: ignore[assignment]
+    """The handle to settle, or None before the issue and for a receive without a message."""
     claims: Sequence[Claim] = ()
     """Bytes that the operation reads or writes until DRAINED."""
     convert: Callable[[Any], Any] | None = None
@@ -207,6 +207,9 @@ class Receive(Protocol):
 
     def take(self) -> bool:
         """Hold the handle from now on, as a separate operation. Return False if the program has dropped the handle."""
+
+    def own(self, handle: Handle[Any]) -> None:
+        """Own the claims of the operation of `handle`, without keeping the handle alive."""
 
     def lapse(self) -> bool:
         """Withdraw the receive if the program has dropped its handle. Return True if the receive was withdrawn."""

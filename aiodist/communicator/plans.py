@@ -10,8 +10,9 @@ both cases, and all ranks continue with the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,22 +22,25 @@ from aiodist import _core
 from aiodist.backends.arithmetic import SUPPORTED, check_op
 from aiodist.backends.base import Begin, Done, Wanted, dtype_code, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
-from aiodist.collectives import operations
 from aiodist.collectives.cuda.queued import Queue, Queued
-from aiodist.collectives.endpoint import Endpoint, Traffic
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import overlaps
+from aiodist.collectives.operations import Work, each, work_of
 from aiodist.communicator.arguments import Terms, block_of, blocks_of
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, word_of
 from aiodist.communicator.lane_issuer import LaneIssuer
+from aiodist.communicator.names import Named
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, When
 from aiodist.handles import LARGE_BYTES, Handle
 from aiodist.handles.kernel import Program, Transfer, transfer
 from aiodist.streams import Events
 from aiodist.streams.events import device_error
 from aiodist.types import OP_ALIASES, REDUCTIONS, ReduceOp, check_timeout
+
+T = TypeVar("T")
 
 _MOST_PLANS = 10_000
 _PLAIN = (Tensor, Parameter)
@@ -73,57 +77,23 @@ class _Form(NamedTuple):
     received: tuple[int, ...] = ()
 
 
-async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature) -> Any:  # noqa: ANN401
-    """Run the program of a call with this signature."""
-    root = call.root or 0
-    if call.kind == "broadcast":
-        return (await operations.broadcast(p, [t], root))[0]
-    if call.kind == "allgather":
-        return (await operations.allgather(p, [t], out))[0]
-    if call.kind == "alltoall_single":
-        return await operations.alltoall_single(p, t, out, None)
-    assert call.op is not None
-    op = ReduceOp(call.op)
-    if call.kind == "reduce_scatter":
-        return (await operations.reduce_scatter(p, [t], out, op, [blocks_of(t, None, p.ep.size)]))[0]
-    outs = None if out is None else [out]
-    return (await operations.elementwise(p, [t], outs, op, call.kind, call.root))[0]
-
-
-async def _planned(p: Primitives, t: Tensor, call: Signature, given: Tensor) -> Any:  # noqa: ANN401
-    """Run the program of a call without `out` on `t`. An operation in place returns the `given` tensor."""
-    result = await _general(p, t, None, call)
-    return given if result is not None and call.kind in _IN_PLACE else result
-
-
-class NativePlan(NamedTuple):
-    """Plan of an allreduce in place by one call of a library."""
+class OutsidePlan(NamedTuple):
+    """How calls with one signature start outside the lanes, on the host or on a device."""
 
     what: Fingerprint
     nbytes: int
-    implementation: str
-    start: Begin
+    make: Callable[[Tensor, CommunicatorOperation], Program[Any] | NativeCall]
+    """Returns the work of the operation on the tensor, as `Dispatcher.issue` expects."""
+    writes: bool = True
+    """True if this rank's tensor is written."""
+    when: When = When.HOST
+    work_bytes: int = 0
+    """Bytes that this rank copies or reduces."""
+    messages: bool = True
+    """False if a library carries all messages."""
 
 
-class QueuePlan(NamedTuple):
-    """Plan of an allreduce in place that one call queues on a device."""
-
-    what: Fingerprint
-    nbytes: int
-    implementation: str
-    queue: Queue
-    stream: Callable[[], torch.cuda.Stream]
-    """Function that returns the device's current stream, or raises RuntimeError if the stream captures a graph."""
-
-
-class ProgramPlan(NamedTuple):
-    """Plan of a collective of host memory that a program runs."""
-
-    what: Fingerprint
-    nbytes: int
-
-
-Plan = _core.Plan | NativePlan | QueuePlan | ProgramPlan
+Plan = _core.Plan | OutsidePlan
 
 
 class Plans:
@@ -141,6 +111,8 @@ class Plans:
         self._repertoire = dispatcher.repertoire
         self._plans: dict[Signature, Plan | None] = {}
         """Plans, or None for a signature without one."""
+        self.off = False
+        """True if no call has a plan."""
         barrier = Fingerprint("barrier")
         self._barrier = _core.Plan(
             barrier, barrier.kind, None, barrier.word, *_Form(Kind.BARRIER, dtype_code(torch.uint8))
@@ -153,6 +125,12 @@ class Plans:
         if self._lanes.core is not None:
             self._lanes.core.forget()
 
+    def without_plans(self) -> Plans:
+        """Return another object, by which no call has a plan."""
+        other = copy(self)
+        other.off = True
+        return other
+
     def issue(
         self,
         kind: str,
@@ -164,7 +142,7 @@ class Plans:
         root: int | None = None,
     ) -> Handle[Any] | None:
         """Issue a collective by a plan, with the result in `out`, `t` or new memory. Return None without a plan."""
-        if not isinstance(t, Tensor) or terms.name is not None or not (t.is_cuda or type(t) in _PLAIN):
+        if self.off or not isinstance(t, Tensor) or terms.name is not None or not (t.is_cuda or type(t) in _PLAIN):
             return None
         if terms.timeout is not None:
             check_timeout(terms.timeout)
@@ -181,11 +159,17 @@ class Plans:
             return self._issue_in_lane(plan, call, t, out, terms.timeout)
         if out is not None or not t.data_ptr():
             return None
-        if isinstance(plan, ProgramPlan):
-            return self._issue_program(plan, call, t, terms.timeout)
-        if isinstance(plan, NativePlan):
-            return self._issue_native(plan, t, terms.timeout)
-        return self._issue_queued(plan, t, terms.timeout)
+        what, make, nbytes = plan.what, partial(plan.make, t), plan.nbytes
+        operation = CommunicatorOperation(None, writing(t) if plan.writes else reading(t), when=plan.when)
+        return self._dispatcher.issue(
+            operation,
+            what,
+            make,
+            nbytes=nbytes,
+            timeout=terms.timeout,
+            work_bytes=plan.work_bytes,
+            messages=plan.messages,
+        )
 
     def barrier(self, timeout: float | None) -> Handle[None] | None:
         """Issue a barrier in a lane, or return None."""
@@ -222,30 +206,38 @@ class Plans:
             self._dispatcher.set_deadline(handle, timeout)
         return handle
 
-    def _issue_program(self, plan: ProgramPlan, call: Signature, t: Tensor, timeout: float | None) -> Handle[Any]:
-        """Issue the program of a collective."""
-        kind, root = call.kind, call.root
-        writes = root != self._rank if kind == "broadcast" else kind in _IN_PLACE and root in (None, self._rank)
-        operation = self._dispatcher.prepare(plan.what, writing(t) if writes else reading(t), plan.nbytes, timeout)
-        p = self._primitives(operation.number, operation.traffic, self._repertoire, call.impl)
+    async def program(
+        self,
+        work: Callable[[Primitives], Program[T]],
+        repertoire: Repertoire,
+        impl: str,
+        operation: CommunicatorOperation,
+    ) -> T:
+        """Run `work` with the primitives of an operation. A named operation has its number when this begins."""
+        dispatcher, number, named = self._dispatcher, operation.number, isinstance(operation.meets, Named)
+        device_messages = dispatcher.mailbox.device_messages
+        ep = Endpoint(dispatcher.transport, tag_of(number), device_messages, operation.traffic, number)
+        return await work(Primitives(ep, repertoire, impl, later=named, device=self._device))
+
+    def _collective(
+        self, work: Work, in_place: bool, repertoire: Repertoire, impl: str, t: Tensor, operation: CommunicatorOperation
+    ) -> Program[Any]:
+        """Return the program of a collective. True for `in_place` makes `t` the result."""
+        convert = (lambda _: t) if in_place else None
         # A detached view, since the program of the user may give `t` other memory before the operation begins.
-        return self._dispatcher.launch(operation, _planned(p, t.detach(), call, t), plan.nbytes)
+        return self.program(partial(each, work=work, ts=[t.detach()], convert=convert), repertoire, impl, operation)
 
-    def _primitives(self, number: int, traffic: Traffic | None, repertoire: Repertoire, impl: str) -> Primitives:
-        """Return the primitives of the operation with that number."""
-        ep = Endpoint(self._dispatcher.transport, tag_of(number), traffic=traffic, number=number)
-        return Primitives(ep, repertoire, impl, device=self._device)
-
-    def _issue_native(self, plan: NativePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
-        """Issue one call of a library."""
-        operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL, messages=False)
+    def _native(
+        self, start: Begin, implementation: str, nbytes: int, t: Tensor, operation: CommunicatorOperation
+    ) -> NativeCall:
+        """Return one call of a library."""
         # A detached view, since the program may give `t` other memory before the call.
-        call: Transfer = (plan.start, t.detach(), operation.number)
+        call: Transfer = (start, t.detach(), operation.number)
         if operation.traffic is not None:
-            operation.traffic.way = plan.implementation
-        if self._dispatcher.large_bytes <= plan.nbytes < LARGE_BYTES:
+            operation.traffic.way = implementation
+        if self._dispatcher.large_bytes <= nbytes < LARGE_BYTES:
             call = (self._call_in_background, call)
-        return self._dispatcher.launch(operation, NativeCall(call, t), plan.nbytes)
+        return NativeCall(call, t)
 
     def _call_in_background(self, call: Transfer, done: Done) -> None:
         """Make `call`, and let only the progress thread poll until the end of the call."""
@@ -259,34 +251,26 @@ class Plans:
         start, *args = call
         start(*args, ended)
 
-    def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
-        """Queue one call on a device, while the ranks compare."""
+    def _queue(
+        self, queue: Queue, stream: Callable[[], torch.cuda.Stream], t: Tensor, operation: CommunicatorOperation
+    ) -> Program[Tensor]:
+        """Queue one call on a device, while the ranks compare. Return the program that waits for the call.
+
+        `stream` returns the caller's current stream of the device, or raises RuntimeError while the stream captures a
+        graph.
+        """
         if self._dispatcher.lifetime.issuing is not None:
             self._dispatcher.check_on_loop("an operation on CUDA tensors")
-        stream = plan.stream()
-        operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.NOW)
+        current = stream()
         queued: Queued | BaseException
         try:
-            queued = plan.queue(t, stream)
+            queued = queue(t, current)
         except RuntimeError as raised:
             queued = device_error(raised)
         else:
             operation.set_fence(queued)
         operation.admit()  # the launch cannot be recalled
-        return self._dispatcher.launch(operation, self._queued(plan, t, queued, operation))
-
-    @staticmethod
-    async def _queued(
-        plan: QueuePlan, t: Tensor, queued: Queued | BaseException, operation: CommunicatorOperation
-    ) -> Tensor:
-        if isinstance(queued, BaseException):
-            raise queued
-        if operation.traffic is not None:
-            operation.traffic.way, operation.traffic.native = plan.implementation, 1
-        await transfer(queued.start)
-        if operation.traffic is not None:
-            operation.traffic.native = 0
-        return t
+        return _queued(t, queued, operation)
 
     # --- where results go -----------------------------------------------------------------------------------
 
@@ -364,23 +348,32 @@ class Plans:
             self._lanes.core.add(t, call.op, call.impl, in_lane)
         return in_lane
 
-    def _plan_outside(self, call: Signature, op: ReduceOp | None, t: Tensor) -> Plan | None:
+    def _plan_outside(self, call: Signature, op: ReduceOp | None, t: Tensor) -> OutsidePlan | None:
         """Return the plan of a call outside the lanes, or None if the device has none."""
-        kind, numel = call.dtype, call.shape.numel()
-        nbytes = numel * kind.itemsize
-        what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl)
+        kind, dtype, numel, repertoire = call.kind, call.dtype, call.shape.numel(), self._repertoire
+        nbytes = numel * dtype.itemsize
+        what = fingerprint_of(kind, [t], call.op, call.root, call.impl)
         if call.device >= 0:
-            queue = self._queue_of(call, self._repertoire) if call.kind == "allreduce" else None
+            queue = self._queue_of(call, repertoire) if kind == "allreduce" else None
             if queue is None:
                 return None
             stream = partial(Events.of(self._dispatcher.progress).issuing_stream, call.device)
-            return QueuePlan(what, nbytes, "nccl", queue, stream)
-        if call.kind == "allreduce" and self._size > 1:
+            return OutsidePlan(what, nbytes, partial(self._queue, queue, stream), when=When.NOW)
+        if kind == "allreduce" and self._size > 1:
             assert op is not None
-            chosen = self._repertoire.pick(Wanted("allreduce", kind, op, numel), call.impl)
-            if (start := chosen.plan_allreduce(kind, numel, op)) is not None:
-                return NativePlan(what, nbytes, chosen.name, start)
-        return ProgramPlan(what, nbytes)
+            chosen = repertoire.pick(Wanted("allreduce", dtype, op, numel), call.impl)
+            if (start := chosen.plan_allreduce(dtype, numel, op)) is not None:
+                make = partial(self._native, start, chosen.name, nbytes)
+                return OutsidePlan(what, nbytes, make, when=When.ALL, work_bytes=nbytes, messages=False)
+        mine = call.root in (None, self._rank)
+        in_place = kind == "broadcast" or (kind in _IN_PLACE and mine)
+        program = partial(self._collective, self._work(call, t), in_place, repertoire, call.impl)
+        return OutsidePlan(what, nbytes, program, in_place and (kind != "broadcast" or not mine), work_bytes=nbytes)
+
+    def _work(self, call: Signature, t: Tensor) -> Work:
+        """Return the collective of a call that a program runs."""
+        blocks = [blocks_of(t, None, self._size)] if call.kind == "reduce_scatter" else []
+        return work_of(call.kind, None if call.op is None else ReduceOp(call.op), call.root, blocks=blocks)
 
     def _chosen(self, call: Signature, op: ReduceOp | None) -> bool:
         """Return True if the table or the call chooses shared memory."""
@@ -406,22 +399,22 @@ class Plans:
 
         `owned` has the fields of the claims.
         """
-        dispatcher, seq, claims = self._dispatcher, handle.seq, [Claim(*one) for one in owned]
-
-        def make() -> Program[Any]:
-            p = self._primitives(seq, dispatcher.traffic(seq), repertoire, call.impl)
-            return _general(p, _as_claimed(t, call, claims), out, call)
-
-        self._lanes.go_on(handle, make, claims)
+        claims = [Claim(*one) for one in owned]
+        t = _as_claimed(t, call, claims)
+        work = partial(each, work=self._work(call, t), ts=[t], out=out)
+        self._lanes.go_on(handle, partial(self.program, work, repertoire, call.impl), claims)
 
 
-class NoPlans(Plans):
-    """Plans of a communicator whose calls all run as programs."""
-
-    def __init__(self) -> None: ...
-
-    def issue(self, *args: object, **kwargs: object) -> None:
-        """Return None."""
+async def _queued(t: Tensor, queued: Queued | BaseException, operation: CommunicatorOperation) -> Tensor:
+    """Wait for a call that was queued on a device, or raise its error."""
+    if isinstance(queued, BaseException):
+        raise queued
+    if operation.traffic is not None:
+        operation.traffic.way, operation.traffic.native = "nccl", 1
+    await transfer(queued.start)
+    if operation.traffic is not None:
+        operation.traffic.native = 0
+    return t
 
 
 def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from aiodist.backends.arithmetic import check_op
 from aiodist.collectives import operations
 from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.operations import copy_to_all, local_first
+from aiodist.collectives.operations import copy_to_all, local_first, work_of
 from aiodist.communicator.arguments import (
     Terms,
     blocks_of,
@@ -28,7 +29,6 @@ from aiodist.communicator.base import Base
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import fingerprint_of
 from aiodist.handles import Handle
-from aiodist.handles.kernel import Program, prepare
 from aiodist.streams.writes import check_written
 from aiodist.types import Impl, Op, ReduceOp, check_timeout
 
@@ -242,11 +242,11 @@ class Reductions(Base):
             counts = [block.numel() for block in blocks[0]]
             check_out(out, ts[0], numel=counts[self.rank], part=True)
 
-        program = self._each(operations.reduce_scatter, ts, t, terms, out=out, op=known, blocks=blocks)
+        work = self._each(work_of("reduce_scatter", known, blocks=blocks), ts, t, out)
         cut_as = "" if sizes is None else f"sizes {list(sizes)}"
         what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
         written = out if out is None or not overlaps(out, ts[0]) else ts[0]
-        return self._issue(what, program, claims_of(ts, written), ts, terms, outs=(out,))
+        return self._issue(what, work, claims_of(ts, written), ts, terms, outs=(out,))
 
     # --- stopping together ------------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ class Reductions(Base):
         Every rank makes this call. Cost: an allreduce of one byte.
         """
         terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested], device="cpu")
-        program = prepare(_stopping, self._primitives(terms), said)
-        return self._issue(fingerprint_of("stopping", [said], None), program, writing(said), [said], terms)
+        what = fingerprint_of("stopping", [said], None)
+        return self._issue(what, partial(_stopping, said=said), writing(said), [said], terms)
 
     # --- building reductions --------------------------------------------------------------------------------
 
@@ -287,20 +287,14 @@ class Reductions(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=ts[0].numel())
 
-        work: Callable[..., Program[Sequence[Any]]] = operations.exscan
-        arguments: dict[str, Any] = {"outs": None if out is None else [out], "op": known}
-        if kind != "exscan":
-            work, arguments["kind"], arguments["root"] = operations.elementwise, kind, root
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             result = t if mine else None
-            program = self._each(work, ts, lifted, terms, lambda _: result, **arguments)
-        else:  # `product` may raise, so the dispatcher converts
-            program = self._each(work, ts, lifted, terms, None if convert is product else convert, **arguments)
+            convert = lambda _: result  # noqa: E731
+        late = product if convert is product else None  # may raise, so the dispatcher converts
+        work = self._each(work_of(kind, known, root), ts, lifted, out, None if late else convert)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
-        if convert is product:  # see above
-            return self._issue(what, program, claims, ts, terms, convert)
-        return self._issue(what, program, claims, ts, terms, outs=(out,))
+        return self._issue(what, work, claims, ts, terms, late, outs=(out,))
 
     def _reduction_across(self, kind: str, t: object, op: str, terms: Terms, root: int | None = None) -> Handle[Any]:
         """Reduce over the list and the ranks, into every tensor, or into the first tensor of `root`."""

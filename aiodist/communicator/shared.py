@@ -23,7 +23,6 @@ from aiodist.communicator.base import Base
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import Handle
-from aiodist.handles.kernel import prepare
 
 _CPU = torch.device("cpu")
 Shared = TypeVar("Shared", bound=Tensor | nn.Module)
@@ -83,10 +82,9 @@ class SharedMemory(Base):
         topology = self.topology
         here = topology.ranks_on(topology.host_of[self.rank])
         offer = self._offer(here, prod(size) * dtype.itemsize)
-        terms = Terms(timeout)
-        program = prepare(self._shared, self._primitives(terms), here, offer)
         what = Fingerprint("shared_table", dtype_name(dtype), str(list(size)))
-        return self._issue(what, program, [], [], terms, partial(_table, size, dtype))
+        work = partial(self._shared, here=here, offer=offer)
+        return self._issue(what, work, [], [], Terms(timeout), partial(_table, size, dtype))
 
     def _offer(self, here: Sequence[int], nbytes: int) -> HostTable | str | MemoryError | None:
         """Return the table if this rank creates one, None if another rank does, or the reason of a failure."""

@@ -16,6 +16,7 @@ from aiodist.backends.arithmetic import combine
 from aiodist.collectives.endpoint import LANE_TAGS
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.schedules import MAX_LANES, SCHEDULES
 from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
@@ -32,7 +33,7 @@ CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100)}
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]], tag: int = 1 << 21) -> None:
     """Run the program that `make` makes of an endpoint as the next operation of all ranks."""
     ep = Endpoint(parts_of(coll).transport, tag)
-    await parts_of(coll).dispatcher.issue(Fingerprint("scheduled"), make(ep))
+    await parts_of(coll).dispatcher.issue(CommunicatorOperation(), Fingerprint("scheduled"), lambda _: make(ep))
 
 
 def all_of(operation: str) -> Iterator[Scheduled]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from aiodist import Communicator, ReduceOp
+from aiodist import Communicator, Handle, ReduceOp
 from aiodist.collectives.choice.table import COMPARED_BYTES, LIMITS
 from aiodist.collectives.endpoint import Traffic
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program
 from aiodist.testing.seams.transport import Primitive, Wanted
 
@@ -36,9 +38,11 @@ def forms(coll: Communicator, limits: dict[str, int] = SMALL_PIECES) -> list[tup
     return [(hosts, form) for hosts in HOSTS[coll.size] for form in Hierarchical.forms(hosts, coll.rank, None, limits)]
 
 
-async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
-    ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq)
-    await parts_of(coll).dispatcher.issue(Fingerprint("hierarchical"), make(ep))
+def perform(
+    coll: Communicator, make: Callable[[Endpoint], Program[object]], traffic: Traffic | None = None
+) -> Handle[Any]:
+    ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq, traffic=traffic)
+    return parts_of(coll).dispatcher.issue(CommunicatorOperation(), Fingerprint("hierarchical"), lambda _: make(ep))
 
 
 def brought(size: int, n: int) -> list[Tensor]:
@@ -79,9 +83,7 @@ async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str
     for (_, form), root in product(forms(coll, TOGETHER), range(coll.size)):
         parts = [brought(coll.size, n) for n in sizes]
         ts = [each[coll.rank].clone() for each in parts]
-        ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq, traffic=Traffic())
-        program = form.run(ep, [Primitive(kind, t, root=root) for t in ts])
-        await parts_of(coll).dispatcher.issue(Fingerprint("hierarchical"), program)
+        await perform(coll, lambda ep: form.run(ep, [Primitive(kind, t, root=root) for t in ts]), Traffic())  # noqa: B023
         for t, each in zip(ts, parts, strict=True):
             total = torch.stack(each).sum(0)
             expected = {"allreduce": total, "broadcast": each[root]}.get(kind, total if coll.rank == root else None)
@@ -92,13 +94,7 @@ async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str
 async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     _, form = forms(coll)[0]
     ts = [torch.full((40,), float(coll.rank + i)) for i in range(20)]
-    handles = [
-        parts_of(coll).dispatcher.issue(
-            Fingerprint("hierarchical"),
-            form.run(Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq), [Primitive("allreduce", t)]),
-        )
-        for t in ts
-    ]
+    handles = [perform(coll, lambda ep, t=t: form.run(ep, [Primitive("allreduce", t)])) for t in ts]  # type: ignore[misc]
     for handle in handles:
         await handle
     for i, t in enumerate(ts):
