@@ -54,7 +54,8 @@ class Mailbox:
         self._least_bytes = 0 if can.short_receives else FRAME_BYTES
         self._room = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         self._came = self._room.numpy().data
-        self._matching: Matching[MailboxReceive, MailboxMessage] = Matching()
+        self.matching: Matching[MailboxReceive, MailboxMessage] = Matching()
+        """Messages without a receive, and receives without a message."""
         self._listening = self._looping = self._farewell_came = False
         self.sent: Counter[int] = Counter()
         """Number of frames sent to each other rank, whose `heard` of this rank is equal if no frame is in flight."""
@@ -76,7 +77,7 @@ class Mailbox:
     @property
     def wanted(self) -> Sequence[MailboxReceive]:
         """The receives without a message."""
-        return self._matching.receives
+        return self.matching.receives
 
     @property
     def unanswered(self) -> int:
@@ -85,7 +86,7 @@ class Mailbox:
 
     def leftovers(self) -> list[tuple[int, int, str]]:
         """Return the messages without a receive, as source, number at the source and text (any thread)."""
-        return [(message.src, message.number, str(message)) for message in self._matching.messages]
+        return [(message.src, message.number, str(message)) for message in self.matching.messages]
 
     def keeps(self, t: Tensor, dst: int) -> bool:
         """Return True if a send of `t` ends only after a receive has matched the message."""
@@ -194,7 +195,7 @@ class Mailbox:
             return
         self._looping = True  # `irecv` may call `_heard` before the return; this loop then posts the next receive
         try:
-            while (self._matching.expects or self._unanswered) and not self._listening:
+            while (self.matching.expects or self._unanswered) and not self._listening:
                 self._listening = True
                 self._transport.irecv(self._room, ANY, _FRAME_TAG, self._heard)
         except BaseException:
@@ -228,7 +229,7 @@ class Mailbox:
 
     def abort(self, error: BaseException) -> None:
         """End receives without a message, and waits for answers, with `error`."""
-        wanted = self._matching.cancel_receives()
+        wanted = self.matching.cancel_receives()
         unanswered, self._unanswered = self._unanswered, {}
         failed: list[Done] = [*(receive.fail for receive in wanted), *unanswered.values()]
         tell((done, error) for done in failed)
@@ -237,35 +238,31 @@ class Mailbox:
 
     def receive(self, wanted: MailboxReceive) -> None:
         """Give `wanted` the first message that matches, now or at arrival."""
-        message = self._matching.post(wanted)
+        message = self.matching.post(wanted)
         if message is not None:
             if not self._deliver(message, wanted):
-                self._matching.keep(message)
+                self.matching.keep(message)
             return
         try:
             self.listen()
         except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the receive
-            if self._matching.waits(wanted):
-                self._matching.cancel(wanted)
+            if self.matching.waits(wanted):
+                self.matching.cancel(wanted)
                 wanted.fail(ours(error))
-
-    def waits(self, wanted: MailboxReceive) -> bool:
-        """Return True if no message has matched `wanted`."""
-        return self._matching.waits(wanted)
 
     def cancel(self, wanted: MailboxReceive) -> None:
         """Remove `wanted`, which no message has matched."""
-        self._matching.cancel(wanted)
+        self.matching.cancel(wanted)
         wanted.cancel_work()
 
     def arrived(self, message: MailboxMessage) -> None:
         """Give a message to the first receive that takes the message, or keep the message."""
         if not message.order:
-            self._matching.number(message)
-        while (wanted := self._matching.match(message.src, message.tag, message.kind)) is not None:
+            self.matching.number(message)
+        while (wanted := self.matching.match(message.src, message.tag, message.kind)) is not None:
             if self._deliver(message, wanted):
                 return
-        self._matching.keep(message)
+        self.matching.keep(message)
 
     def put_back(self, wanted: MailboxReceive) -> Callable[[Arrived | None, BaseException | None], None]:
         """Put the message of `wanted` back into its old place. The caller then calls `match_again`.
@@ -275,7 +272,7 @@ class Mailbox:
         message = wanted.given
         assert message is not None
         message.place, message.data = DataPlace.RETURNED, None
-        self._matching.keep(message)
+        self.matching.keep(message)
         return message.end_transfer
 
     def take_back(self, wanted: MailboxReceive, data: Tensor | Unpacked) -> None:
@@ -288,12 +285,12 @@ class Mailbox:
         else:
             front = bytes_of(data.cpu())[: message.nbytes]
             message.data = front if wanted.into is None else front.clone()
-        self._matching.keep(message)
+        self.matching.keep(message)
 
     def match_again(self) -> None:
         """Deliver the messages that were put back to matching receives."""
-        returned = [message for message in self._matching.messages if message.place == DataPlace.RETURNED]
-        for message in self._matching.cancel_messages(returned):
+        returned = [message for message in self.matching.messages if message.place == DataPlace.RETURNED]
+        for message in self.matching.cancel_messages(returned):
             self.arrived(message)
 
     # --- delivery -----------------------------------------------------------------------------------------------

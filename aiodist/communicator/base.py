@@ -74,6 +74,7 @@ class Base(Group):
         super().__init__(dispatcher, topology, registry)
         self._messenger = Messenger(dispatcher)
         self._plans: Plans = Plans(dispatcher, self._device, self._queue_of)
+        self._no_plans = self._plans.without_plans()
         self._compared: Fingerprint | None = None
 
     # --- changes by the registry ------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class Base(Group):
 
     def _comparing(self, what: Fingerprint) -> Base:
         other = object.__new__(type(self))
-        vars(other).update(vars(self), _compared=what, _plans=self._plans.without_plans())
+        vars(other).update(vars(self), _compared=what, _plans=self._no_plans)
         return other
 
     def _issue(
@@ -203,8 +204,6 @@ class Base(Group):
 
         Raises ValueError if this communicator has no such device, RuntimeError while a CUDA graph is captured.
         """
-        if not devices:
-            return []
         self._dispatcher.check_on_loop("an operation on CUDA tensors")
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda

@@ -31,10 +31,10 @@ class Issued:
         if number >= NAMED:
             use = self.names.find(number)
             return None if use is None else use.operation
-        one = self._operations.collective(number)
+        one = self._operations.collectives.get(number)
         if look and isinstance(one, Handle):
             one.done()  # the lane may have passed the operation to a program, which can be stopped
-            one = self._operations.collective(number)
+            one = self._operations.collectives.get(number)
         return self._operations.take_over(one) if isinstance(one, Handle) else one
 
     def traffic(self, number: int) -> Traffic:

@@ -163,7 +163,8 @@ class PointToPoint(Base):
 
     def _work_of(self, ts: Sequence[Tensor]) -> list[DeviceWork]:
         """Return the work of a message on the devices of `ts`."""
-        return self._work_on({t.device for t in ts if not t.is_cpu}, None)
+        devices = dict.fromkeys(t.device for t in ts if not t.is_cpu)
+        return self._work_on(devices, None) if devices else []
 
     def sendrecv(
         self,

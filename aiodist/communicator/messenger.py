@@ -266,7 +266,7 @@ class Receiving:
     def waits(self) -> bool:
         """Return True if no message has matched the receive."""
         assert self._wanted is not None
-        return self.paused or self._messenger.mailbox.waits(self._wanted)
+        return self.paused or self._messenger.mailbox.matching.waits(self._wanted)
 
     def cancel_posted(self) -> None:
         """Withdraw the receive, which no message has matched."""
@@ -310,7 +310,8 @@ class Receiving:
                 arrived, error = None, self._unsent
             if operation.handle is None and not self.take():
                 self._messenger.pending.posted.pop(self.ref, None)
-            self._leave_sending()
+            if self.sending is not None:  # now a separate operation
+                self._messenger.pending.add(self.sending)
             if arrived is not None and self._asked.kind == ANY:
                 arrived = replace(arrived, data=arrived)
         self._messenger.settlement.drained(operation)
@@ -337,7 +338,7 @@ class Receiving:
         mailbox, wanted, operation = self._messenger.mailbox, self._wanted, self._operation
         assert wanted is not None
         assert operation is not None
-        if posted.is_pending and mailbox.waits(wanted):
+        if posted.is_pending and mailbox.matching.waits(wanted):
             mailbox.cancel(wanted)
             self._messenger.settlement.drained(operation)
         elif posted.is_pending and wanted.given is not None and self._asked.into is None:
@@ -348,7 +349,8 @@ class Receiving:
         else:
             return
         self.paused = True
-        self._leave_sending()
+        if self.sending is not None:
+            self._messenger.pending.add(self.sending)
         self._messenger.pending.posted[self.ref] = self
         mailbox.match_again()
 
@@ -381,8 +383,3 @@ class Receiving:
             self._finish(came[0], came[1], None)
         elif error is not None and self.waits():
             self._end(error)
-
-    def _leave_sending(self) -> None:
-        """Enter the other half, if in flight, as a separate operation."""
-        if self.sending is not None:
-            self._messenger.pending.add(self.sending)

@@ -245,10 +245,6 @@ class Pending:
             return self.collectives.pop(operation.number, None) is not None
         return operation.handle is not None and self.others.pop(operation.handle, None) is not None
 
-    def collective(self, number: int) -> Handle[Any] | CommunicatorOperation | None:
-        """Return the collective with that number, as an operation, or as a handle while in a lane."""
-        return self.collectives.get(number)
-
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
         """Return the operation of a lane's handle, or make the operation first. None if the handle is done."""
         if (operation := self.find(handle)) is not None:

@@ -126,10 +126,6 @@ class Registry(Generic[C]):
         """The control channel, which carries small messages between ranks, also while their programs compute."""
         return self._channel
 
-    def fail(self, why: str) -> None:
-        """Notify the other ranks that this one fails."""
-        self._channel.fail(why)
-
     def world(self, transport: Transport, topology: Topology, *, thread: bool = False) -> C:
         """Return the first communicator, over all ranks. True for `thread` allows calls of other threads."""
         if topology.devices:

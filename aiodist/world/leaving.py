@@ -173,7 +173,7 @@ class Kept:
             return
         self._warn()
         if self._loop.is_running() or self._loop.is_closed():
-            self._registry.fail("its program ended, and had not closed what aiodist.open() opened")
+            self._registry.channel.fail("its program ended, and had not closed what aiodist.open() opened")
             return
         with suppress(Exception):  # the others are told, and the process has its exit code already
             self._loop.run_until_complete(asyncio.wait_for(self.aclose(), self._seconds))
