@@ -179,7 +179,7 @@ class NcclGroup:
         if slot is None:
             self.submit(call)
         else:
-            slot.run(partial(self.submit, call))
+            slot.run(self.submit, call)
 
     def submit(self, call: NcclCall) -> None:
         """Launch `call` after the calls submitted earlier. A call without a stream orders no streams."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVarTuple
 
-Call = Callable[[], None]
+Ts = TypeVarTuple("Ts")
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+"""Function with its arguments."""
 
 
 class LaunchOrder:
@@ -39,10 +42,10 @@ class LaunchOrder:
         self._unordered = True
         self.move()
 
-    def add(self, slot: LaunchSlot, call: Call, *, last: bool = False) -> None:
+    def add(self, slot: LaunchSlot, call: Callable[[*Ts], object], *args: *Ts, last: bool = False) -> None:
         """See `LaunchSlot.run`. True for `last` also releases the slot."""
         slot.released = slot.released or last
-        (self._late if self._unordered else slot.calls).append(call)
+        (self._late if self._unordered else slot.calls).append((call, args))
         self.move()
 
     def move(self) -> None:
@@ -56,7 +59,8 @@ class LaunchOrder:
                 slot = line[0] if line else None
                 calls = late if slot is None else slot.calls
                 if calls:
-                    calls.pop(0)()
+                    call, args = calls.pop(0)
+                    call(*args)
                 elif slot is None or slot.released or self._unordered:
                     line.popleft()
                 else:
@@ -76,14 +80,14 @@ class LaunchSlot:
         """Calls that wait for earlier slots."""
         self.released = False
 
-    def run(self, call: Call) -> None:
+    def run(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make `call`, which must not raise, after all earlier slots are released.
 
         Raises `RuntimeError` if this slot is released.
         """
         if self.released:
             raise RuntimeError("this slot is released: the call has no place in the launch order")
-        self._order.add(self, call)
+        self._order.add(self, call, *args)
 
     def release(self) -> None:
         """Accept no more calls. Waiting calls are still made. A second call does nothing."""

@@ -122,7 +122,7 @@ class Nccl(Exchanger):
     def _native(self, ep: Endpoint, device: torch.device) -> NcclNative:
         group, slot = self._slots.of(ep.tag, device)
         if not group.opened:  # in launch order, so that the same operation sends the id on all ranks
-            slot.run(partial(group.open, partial(self._exchange, ep)))
+            slot.run(group.open, partial(self._exchange, ep))
         return NcclNative(group, slot)
 
     def _exchange(

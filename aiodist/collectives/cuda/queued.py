@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ class ByNccl(Queued):
         else:
             means = (t,) if self._kind.divides else ()
             call = NcclCall(self._launch, "allreduce", self._launched, means, None, self._awaited)
-            group.launch_order.add(self._slot, partial(group.submit, call), last=True)
+            group.launch_order.add(self._slot, group.submit, call, last=True)
 
     def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
         self._kind.reduce(comm, self._numbers, stream)
