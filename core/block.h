@@ -1,7 +1,7 @@
 // The layout of a block, the shared memory in which one rank of a lane writes for the other ranks.
 //
 // Only its own rank writes a block. Each word below is stored with release, after the data that belong to it. The other
-// ranks load it with acquire.
+// ranks load the words with acquire.
 //
 //     entry.number   k + 1 if this is the entry of operation k. Pairs with `meet`. The entry does not change until
 //                    `consumed` of all other ranks shows that they have finished operation k.

@@ -8,7 +8,7 @@
 typedef struct {
     const void *from;
     size_t nbytes;
-    uint32_t crc;  // the CRC-32 of zlib of the preceding bytes; afterwards of these bytes too
+    uint32_t crc;  // the CRC-32 of zlib of the preceding bytes; after the call, it includes these bytes
 } core_part;
 
 // Writes the parts in order at the position of `fd`; returns 0, or the errno of the failed call.

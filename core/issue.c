@@ -477,8 +477,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    // Other ranks may access the tensor in place. They write the results of kinds up to CORE_BROADCAST into their
-    // inputs.
+    // Other ranks may access the tensor in place, and write the results of kinds up to CORE_BROADCAST into the inputs.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
     if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
     Handle *h = issued(self, what, place);

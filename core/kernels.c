@@ -70,8 +70,8 @@ static inline uint16_t narrow_f16(float x) {
 #undef NAMED
 
 #if defined(__x86_64__)
-// GCC uses half of a 512-bit register by default. clang uses all of it, and ignores an attribute with a word that clang
-// does not know.
+// GCC uses half of a 512-bit register by default. clang uses the whole register, and ignores an attribute with an
+// unknown word.
 #if defined(__clang__)
 #define WIDE
 #else

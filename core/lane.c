@@ -371,7 +371,7 @@ static void end_first(core_lane *lane, enum core_state state, unsigned who) {
     end(lane, op, state, who);
 }
 
-// Sets the portions of later operations, now that those of `op` are known.
+// Sets the first portion of the next operation, now that `op` has `rounds` portions.
 static void settle(core_lane *lane, core_op *op, uint64_t rounds) {
     if (lane->unsettled && !op->whole) {
         lane->next_portion = op->base + rounds;

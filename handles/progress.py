@@ -149,7 +149,7 @@ class Progress(LoopWork, Quiet):
             alarm.ring()
 
     def start_from_thread(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """As `start`, from any thread. The progress thread polls requests from other threads than the loop's."""
+        """As `start`, from any thread. The progress thread polls the requests of threads other than the loop's."""
         if self.owns_thread():
             self.start(call, *args)
         elif not self.inbox and transport_lock.acquire(False):

@@ -134,7 +134,7 @@ class ProgressThread:
             alarm.sleep(seconds, for_all=left_to_us)
 
     def _nothing_pending(self) -> bool:
-        """Return True if nothing is pending, between the steps of an operation too: [Note: no wake-up is lost]."""
+        """Return True if nothing is pending, also between the steps of an operation ([Note: no wake-up is lost])."""
         transport_lock.acquire()  # not `with`, which would ring
         try:
             return not any(work.pending() for work in self._alive())

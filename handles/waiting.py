@@ -25,7 +25,7 @@ class _Wait(NamedTuple):
 _waits: Final[dict[int, _Wait]] = {}
 """Innermost wait of each waiting thread, by the thread's number."""
 library_checks: Final[list[Callable[[int], bool]]] = []
-"""Further checks that a thread, given by number, is idle. `aiodist.testing` adds one."""
+"""Further functions that return True if the thread of a given number is idle. `aiodist.testing` adds a function."""
 
 
 class Waiting:

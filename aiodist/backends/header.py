@@ -22,7 +22,7 @@ class Header(NamedTuple):
     """
 
     kind: int
-    """Kind of the message. Each of the three users has its own kinds."""
+    """Kind of the message. Shared memory, gloo and the mailbox have separate kinds."""
     comm: int = 0
     """Number of the communicator, or for the mailbox the sending rank."""
     tag: int = 0

@@ -250,7 +250,7 @@ class Failures:
                     self._progress.start_from_thread(self.issued.names.release, number)
 
     def _asker(self, number: int) -> int:
-        """Return the rank that asks about a failure outside the order."""
+        """Return the rank that asks about a failure outside the order, by the failure's number."""
         return (-1 - number) % len(self._ranks)
 
     def _send(self, number: int, statement: Statement) -> None:

@@ -351,11 +351,11 @@ class Movement(Base):
         """Exchange rows of one tensor, so that each rank gets a block of rows from every rank.
 
         Every rank gives a `t` of shape `(rows, ...)`, which is not changed, except as `out`. Without `sizes`, `t` has
-        one shape on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]` rows of
-        `t`, after a message with the number of rows. A small `out` that owns its memory grows. Returns the rows from
-        all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the rows of `t`. Cost: p-1
-        messages out and in, with `sizes` 2(p-1). With `impl="bruck"` about log2(p) messages of half of `t`, for short
-        tensors without `sizes`.
+        one shape on all ranks, and the number of ranks divides dim 0. With `sizes`, on all ranks, rank r gets
+        `sizes[r]` rows of `t`, after a message with the number of rows. A small `out` that owns its memory grows.
+        Returns the rows from all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the
+        rows of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1). With `impl="bruck"` about log2(p) messages of
+        half of `t`, for short tensors without `sizes`.
         """
         terms = Terms(timeout, impl, name)
         if sizes is None and (planned := self._plans.issue("alltoall_single", t, out, terms)) is not None:

@@ -193,7 +193,7 @@ def load() -> Library:
 def missing() -> str | None:
     """Return the reason why NCCL is missing and the remedy, or None if NCCL is installed.
 
-    This opens no device and imports no module: only `load` tests whether NCCL can be loaded.
+    The call opens no device and imports no module, so only `load` tests whether NCCL can be loaded.
     """
     if torch.cuda.device_count() == 0:
         return "NCCL needs a CUDA device, and torch sees none"

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 1e-3
 class ShmTransport:
     """One communicator in shared memory. The world's communicator owns the queues, which the other communicators use.
 
-    The transport has no collectives: `ShmNative` gives these to any communicator on one host.
+    The transport has no collectives, since `ShmNative` gives collectives to any communicator on one host.
     """
 
     name = "shm"

@@ -35,8 +35,8 @@ async def edits_at_start(
 ) -> list[Edit]:
     """Return, on every rank, the edits of rank 0's file.
 
-    `asked` is its path. None is the file that was measured for these hosts, if there is one, and "none" is no file. All
-    ranks raise the errors of `read_edits` on rank 0. The other ranks wait for rank 0 for at most `seconds`.
+    `asked` is the file's path, or "none" for no file. None asks for the file that was measured for these hosts, if any.
+    All ranks raise the errors of `read_edits` on rank 0. The other ranks wait for rank 0 for at most `seconds`.
     """
     if channel.rank == 0:
         answer: dict[str, Any] = {}
