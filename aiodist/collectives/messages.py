@@ -87,7 +87,7 @@ class MailboxReceive(PostedReceive):
     into: Tensor | None
     finish: Callable[[Arrived | None, BaseException | None], None]
     take: Callable[[], bool]
-    """Called when a message matches. False withdraws the receive."""
+    """Function called when a message matches. A result of False withdraws the receive."""
     work: DeviceWork | None = None
     """Work on the device of `into`, or of the message, or None."""
     work_later: Callable[[], DeviceWork] | None = None

@@ -48,7 +48,7 @@ async def elementwise(
     kind: str = "allreduce",
     root: int | None = None,
 ) -> Sequence[Any]:
-    """Reduce each of `ts` in place, or the only one into `out`. Return the outputs.
+    """Reduce each of `ts` in place, or the only tensor into `out`. Return the outputs.
 
     `kind` is allreduce, reduce or scan. A reduce returns None except on `root`, and only reads the tensors of other
     ranks. A scan reduces over ranks 0 to this one, and its mean is the mean of these ranks.
@@ -270,9 +270,9 @@ async def _equal_alltoall(
 async def alltoall_single(
     p: Primitives, ts: Sequence[Tensor], out: Tensor | None, sizes: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Send `sizes[r]` rows of the only tensor to rank r (None: equal sizes). Return the rows from all ranks, in order.
+    """Send `sizes[r]` rows of the only tensor to rank r (equal sizes if None). Return the rows from all ranks.
 
-    The result is one tensor in a list.
+    The rows are in the order of the ranks, as one tensor in a list.
     """
     (t,) = ts
     ranks, row, data = p.ep.size, t.shape[1:].numel(), p

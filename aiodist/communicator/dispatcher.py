@@ -300,7 +300,7 @@ class Dispatcher:
             return self.issue(CommunicatorOperation(when=When.ALL), Fingerprint(kind), nothing, timeout=timeout)
 
     def start(self, nbytes: int, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make a call with the transport lock held, in the progress thread for an operation of many `nbytes`."""
+        """Make a call with the transport lock held, in the progress thread from `large_bytes` on."""
         if nbytes >= self.large_bytes:
             self.progress.start_in_thread(call, *args)
         elif self.lifetime.issuing is None:

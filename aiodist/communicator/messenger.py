@@ -67,11 +67,11 @@ class Reception:
     like: Tensor | None = None
     """Tensor on the device of the result, or None if the message determines the device."""
     later: Callable[[], DeviceWork] | None = None
-    """Factory of the work for a message from a device, or None. Used if the receive has no work."""
+    """Factory of the work for a message from a device, or None. Called only if the receive has no other work."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
     sent: Sequence[Claim] = ()
-    """Bytes that a `sendrecv` sends. The receive ends only after the send: see `Receiving.sending`."""
+    """Bytes that a `sendrecv` sends. Such a receive ends only after the send (see `Receiving.sending`)."""
 
 
 class Messenger:
@@ -85,7 +85,7 @@ class Messenger:
         self.progress = dispatcher.progress
 
     def receive(self, what: Fingerprint, asked: Reception, timeout: float | None) -> tuple[Handle[Any], Receiving]:
-        """Issue a receive. Return its handle, which only the program holds before a match, and its operation."""
+        """Issue a receive. Return the handle, which only the program holds before a match, and the operation."""
         receiving = Receiving(self, asked)
         operation = CommunicatorOperation(claims=[*asked.claims, *asked.sent], meets=asked.peer)
         handle = self.dispatcher.issue(

@@ -184,7 +184,7 @@ class NativeCall(NamedTuple):
 
 
 async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
-    """Run the program of a collective. Return its result after all ranks have agreed."""
+    """Run the program of a collective. Return the result after all ranks have agreed."""
     result = await resume(program)
     if not operation.agreed.is_set or operation.agreed.error is not None:
         await transfer(operation.agreed.wait)

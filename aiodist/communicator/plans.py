@@ -83,14 +83,14 @@ class OutsidePlan(NamedTuple):
     what: Fingerprint
     nbytes: int
     make: Callable[[Tensor, CommunicatorOperation], Program[Any] | NativeCall]
-    """Returns the work of the operation on the tensor, as `Dispatcher.issue` expects."""
+    """Function that returns the work of the operation on the tensor, as `Dispatcher.issue` expects."""
     writes: bool = True
     """True if this rank's tensor is written."""
     when: When = When.HOST
     work_bytes: int = 0
     """Bytes that this rank copies or reduces."""
     messages: bool = True
-    """False if a library carries all messages."""
+    """True if a program sends the messages, False if a library does."""
 
 
 Plan = _core.Plan | OutsidePlan
@@ -126,7 +126,7 @@ class Plans:
             self._lanes.core.forget()
 
     def without_plans(self) -> Plans:
-        """Return another object, by which no call has a plan."""
+        """Return a copy of the plans in which no call has a plan."""
         other = copy(self)
         other.off = True
         return other
@@ -213,7 +213,7 @@ class Plans:
         impl: str,
         operation: CommunicatorOperation,
     ) -> T:
-        """Run `work` with the primitives of an operation. A named operation has its number when this begins."""
+        """Run `work` with the primitives of an operation, whose number is known when the program begins."""
         dispatcher, number, named = self._dispatcher, operation.number, isinstance(operation.meets, Named)
         device_messages = dispatcher.mailbox.device_messages
         ep = Endpoint(dispatcher.transport, tag_of(number), device_messages, operation.traffic, number)
