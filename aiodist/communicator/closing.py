@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from aiodist.backends.base import ours
 from aiodist.communicator.base import parts_of
-from aiodist.communicator.conversation import LIVENESS_SECONDS
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.leftovers import unreceived, warn_of_open
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.resources import Resources
+from aiodist.control import LIVENESS_SECONDS
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,

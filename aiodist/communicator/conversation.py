@@ -12,9 +12,6 @@ The verdict is a pure function of the statements and of the exits, whose order i
 the same statements and exits raise the same error. A mismatch comes before a lost rank, a lost rank before a silent
 one, and a silent rank before a failure of one rank's part. Each of these causes can follow from an earlier one. A rank
 makes only one statement for a number, even if the operation fails later.
-
-Numbers below 0 are for failures outside the order, such as failures of messages. Each rank has separate numbers for
-these. The statements of the other ranks only show that those ranks are alive.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ from typing import Any, NamedTuple
 from aiodist.backends.base import NAMED
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.oplog import LEFT, Latest
-from aiodist.control import name_ranks
-
-LIVENESS_SECONDS = 2.0
-"""The longest time that a verdict waits for a rank whose process may be stopped."""
+from aiodist.control import LIVENESS_SECONDS, name_ranks
 
 _MOST_IN_A_ROW = 3
 
@@ -232,7 +226,7 @@ class Conversations:
         actions: list[Action] = []
         blocked = False
         for number, case in sorted(self._open.items()):
-            ordered = 0 <= number < NAMED
+            ordered = number < NAMED
             if case.verdict is None and self._is_complete(case) and not (ordered and blocked):
                 case.verdict = self._judge(number, case)
                 actions.append(Conclude(number, case.verdict))
@@ -251,7 +245,7 @@ class Conversations:
 
     def _judge(self, number: int, case: _Case) -> Verdict:
         verdict = judge(case.statements, tuple(self._missing(case)), self.gone)
-        if verdict.cause is Cause.MISMATCH and verdict.rank < 0 and 0 <= number < NAMED:
+        if verdict.cause is Cause.MISMATCH and verdict.rank < 0 and number < NAMED:
             since = number
             while self._differ(since - 1):
                 since -= 1

@@ -127,7 +127,7 @@ class Dispatcher:
         failures.abort_here = lifetime.abort
         self.watchdog.uses, self.watchdog.abort = self.names.uses, lifetime.abort_everywhere
         lifetime.subscriptions += [failures.close, self.names.unsubscribe]
-        lifetime.stops += [failures.abort, self.mailbox.abort, self.names.close, self.agreement.close]
+        lifetime.stops += [self.mailbox.abort, self.names.close, self.agreement.close]
         if within is not None:
             lifetime.stops.append(within.abort)
 

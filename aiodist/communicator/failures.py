@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock
@@ -20,7 +20,6 @@ from aiodist.backends.base import Stopped, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.conversation import (
-    LIVENESS_SECONDS,
     Action,
     Ask,
     Cause,
@@ -37,7 +36,7 @@ from aiodist.communicator.issued import Issued
 from aiodist.communicator.operation import CommunicatorOperation, OperationState, When
 from aiodist.communicator.oplog import Latest
 from aiodist.communicator.settlement import Settlement
-from aiodist.control import HUB, Channel, ChannelClosed, name_ranks
+from aiodist.control import HUB, LIVENESS_SECONDS, Channel, ChannelClosed, name_ranks
 from aiodist.control.thread import settle_soon
 from aiodist.errors import (
     AiodistError,
@@ -53,7 +52,7 @@ from aiodist.handles import Progress
 _FINAL = (CommunicatorError, PeerError, asyncio.CancelledError)
 """Errors that need no conversation, since the communicator was aborted, or the operation was withdrawn."""
 
-Then = Callable[[BaseException], object]
+Then = Callable[[BaseException], None]
 
 
 class Failures:
@@ -98,8 +97,6 @@ class Failures:
         """Numbers that this rank had not issued at its statement."""
         self._timers: dict[int, TimerHandle] = {}
         """Liveness bounds of conversations and of failed operations that are not drained (loop's thread)."""
-        self._inquiries: dict[int, tuple[BaseException, Then]] = {}
-        self._inquired = 0
         self._aborting = False
         """True if another rank has aborted the communicator, with a reason that precedes later verdicts."""
         channel.subscribe(self._topic, self._heard)
@@ -152,11 +149,18 @@ class Failures:
 
         Any thread may call this. The transport lock is held when `then` is called.
         """
-        with self._lock:
-            number = -1 - self._rank - self._inquired * len(self._ranks)
-            self._inquired += 1
-        self._inquiries[number] = error, then
-        self._do(self._conversations.state, number, Statement(cause=Cause.FAILED, error=_text(error)))
+        others = [rank for rank in self._ranks if rank != self._channel.rank]
+        self._channel.ask_alive(others, partial(self._answered, error, then))
+
+    def _answered(self, error: BaseException, then: Then, silent: list[int]) -> None:
+        """All ranks but the `silent` ones, as world ranks, have answered an inquiry (any thread)."""
+        exits = self._channel.exits().values()
+        lost = next((exit for exit in exits if not exit.clean and exit.rank in (*self._ranks, HUB)), None)
+        if lost is not None:
+            error = lost.error()
+        elif silent:
+            error.add_note(_silence(map(self._ranks.index, silent)))
+        self._soon(partial(then, error))
 
     def cause(self, error: BaseException) -> asyncio.Future[BaseException]:
         """Return a future of the error to raise in place of `error` (loop's thread). See `inquire`."""
@@ -197,9 +201,7 @@ class Failures:
         self.note_exits()  # first, since the loop may note the exits later
         if fields is None:
             self._aborting = True
-            self._progress.post(self._told_abort, sent)
-        elif number < 0 and self._asker(number) != self._rank:
-            self._send(number, Statement(self.issued.last(), issued=False))
+            self._progress.post(partial(self._told_abort, sent))
         else:
             self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
 
@@ -242,24 +244,22 @@ class Failures:
                 case Drain():
                     self._progress.start_from_thread(self._drain, action)
                 case Conclude(number, verdict):
-                    if self._aborting:
-                        self._progress.post(self._progress.with_lock, self._conclude, number, verdict)
-                    else:
-                        self._progress.start_from_thread(self._conclude, number, verdict)
+                    self._soon(partial(self._conclude, number, verdict))
                 case Clear(number):
                     self._progress.start_from_thread(self.issued.names.release, number)
 
-    def _asker(self, number: int) -> int:
-        """Return the rank that asks about a failure outside the order, by the failure's number."""
-        return (-1 - number) % len(self._ranks)
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Make a call with the transport lock held, after the abort that another rank has told."""
+        if self._aborting:
+            self._progress.post(partial(self._progress.with_lock, call))
+        else:
+            self._progress.start_from_thread(call)
 
     def _send(self, number: int, statement: Statement) -> None:
         traffic = self._stated.get(number)
-        asker = self._asker(number) if number < 0 else self._rank
         for rank in range(len(self._ranks)):
-            if asker in (rank, self._rank):
-                sent, asked = ({}, {}) if traffic is None else traffic.with_rank(rank)
-                self.send(rank, [number, list(statement), list(sent.items()), list(asked.items())])
+            sent, asked = ({}, {}) if traffic is None else traffic.with_rank(rank)
+            self.send(rank, [number, list(statement), list(sent.items()), list(asked.items())])
 
     def send(self, rank: int, message: list[Any]) -> None:
         """Send a message to another rank."""
@@ -302,12 +302,7 @@ class Failures:
 
     def _conclude(self, number: int, verdict: Verdict) -> None:
         """Perform the verdict, even if the operation has ended on this rank."""
-        self._progress.post(self._stop_timer, number)
-        if number < 0:
-            if (inquiry := self._inquiries.pop(number, None)) is not None:
-                error, then = inquiry
-                then(self._error(number, verdict, error))
-            return
+        self._progress.post(partial(self._stop_timer, number))
         if verdict.abort and verdict.cause is not Cause.LOST:
             self._progress.post(self._abort, number, verdict)
         elif (operation := self.issued.operation(number)) is not None:
@@ -345,7 +340,7 @@ class Failures:
         """Return the error that this rank raises. Its own part failed with `own`, or `own` is None."""
         called, rank = self.issued.title(number), verdict.rank
         own = None if isinstance(own, (Differ, Stopped)) else own
-        silent = f"{name_ranks(verdict.silent)} did not answer within {LIVENESS_SECONDS:g} s"
+        silent = _silence(verdict.silent)
         if verdict.cause is Cause.MISMATCH and rank < 0:
             since = f" (out of step since #{verdict.since})" if 0 <= verdict.since < number else ""
             data = "; the output of the operation is unspecified" if verdict.begun else ""
@@ -369,11 +364,9 @@ class Failures:
             operation.error is not None and operation.verdict is None and self._conversations.is_open(operation.number)
         )
 
-    def abort(self, error: AiodistError) -> None:
-        """End the inquiries, since the communicator is aborted."""
-        while self._inquiries:
-            _, (_, then) = self._inquiries.popitem()
-            then(again(error))
+
+def _silence(ranks: Iterable[int]) -> str:
+    return f"{name_ranks(ranks)} did not answer within {LIVENESS_SECONDS:g} s"
 
 
 def _text(error: BaseException) -> str:

@@ -11,13 +11,12 @@ from typing import Any
 
 from aiodist import _core
 from aiodist.backends.base import again
-from aiodist.communicator.conversation import LIVENESS_SECONDS
 from aiodist.communicator.failures import Failures
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.operation import Pending
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Watchdog
-from aiodist.control import Exit
+from aiodist.control import LIVENESS_SECONDS, Exit
 from aiodist.errors import (
     AiodistError,
     BackendError,

@@ -8,11 +8,13 @@ from aiodist.control.hosts import find_hosts
 from aiodist.control.hub import Hub
 from aiodist.control.local import InProcessChannel, in_process
 from aiodist.control.rendezvous import HostedHub, connect, host
+from aiodist.control.rollcall import LIVENESS_SECONDS
 from aiodist.control.roster import HUB, Exit, name_ranks
 from aiodist.control.wire import MAX_FRAME
 
 __all__ = [
     "HUB",
+    "LIVENESS_SECONDS",
     "MAX_FRAME",
     "Channel",
     "ChannelClosed",

@@ -11,9 +11,10 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from aiodist.control.rollcall import ROLL_CALL, RollCall, Then
 from aiodist.control.roster import Exit, name_ranks
 from aiodist.control.thread import Owner
 from aiodist.control.wire import EVERYBODY, pack, unpack
@@ -71,6 +72,8 @@ class Channel(ABC):
         self._muted: set[str] = set()
         self._watchers: list[Callable[[Exit], None]] = []
         self._exits: dict[int, Exit] = {}
+        self._roll_call = RollCall(loop, self.send, self._exits)
+        self._subscribers[ROLL_CALL] = self._roll_call.heard
 
     async def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key` for all ranks; raise `ValueError` when it is over 48 MiB."""
@@ -141,6 +144,19 @@ class Channel(ABC):
         self._check_open()
         self._post(self._watch, fn)
 
+    def ask_alive(self, ranks: Iterable[int], then: Then) -> None:
+        """Ask `ranks` if they are alive, and call `then` once with those that have not answered, where subscribers run.
+
+        The wait ends when each of them has answered or left, when one of them or the hub is lost, or after
+        `LIVENESS_SECONDS`. A closed channel calls `then` at once, with no rank.
+        """
+        try:
+            self._check_open()
+        except RuntimeError:
+            then([])
+        else:
+            self._post(self._roll_call.ask, set(ranks), then)
+
     def exits(self) -> Mapping[int, Exit]:
         """Return what is known of the ranks that left, clean exits too."""
         self._owner.check()
@@ -191,6 +207,7 @@ class Channel(ABC):
         if not exit.clean:
             for fn in tuple(self._watchers):
                 self._call(fn, exit)
+        self._roll_call.note_exits()
 
     def _drain(self, topic: str) -> None:
         waiting = self._waiting.get(topic)

@@ -1,39 +1,82 @@
-"""Roll calls: a rank asks all others if they are alive; their listener threads answer, even if a loop is busy."""
+"""Roll calls: a rank asks others if they are alive. Their listener threads answer, even if a loop is busy."""
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop, TimerHandle
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
-from aiodist.control.channel import Channel, ChannelClosed
+from aiodist.control.roster import HUB, Exit
 
-_TOPIC = "rollcall"
+LIVENESS_SECONDS: Final = 2.0
+"""The longest wait for the answer of a rank whose process may be stopped, in seconds.
+
+A listener thread answers within milliseconds. A machine with many more processes than cores may delay the thread for a
+second.
+"""
+
+ROLL_CALL: Final = "rollcall"
+"""Topic of the questions and answers."""
+
+Then = Callable[[list[int]], object]
+
+
+@dataclass(eq=False, slots=True)
+class _Question:
+    missing: set[int]
+    """Ranks that have neither answered nor left."""
+    then: Then
+    timer: TimerHandle
 
 
 class RollCall:
-    """One rank's part in the roll calls of a channel."""
+    """The questions of one rank on a control channel, and the answers to those of others (listener thread)."""
 
-    def __init__(self, channel: Channel) -> None:
-        """Answer the others from now on."""
-        self._channel = channel
+    def __init__(
+        self, loop: AbstractEventLoop, send: Callable[[int, str, list[int]], None], exits: Mapping[int, Exit]
+    ) -> None:
+        """`send` and `exits` are those of the channel, whose listener thread runs `loop`."""
+        self._loop = loop
+        self._send_to = send
+        self._exits = exits
         self._numbers = count()
-        self._missing: dict[int, set[int]] = {}
-        """The ranks that have not answered yet, by number of the call."""
-        channel.subscribe(_TOPIC, self._heard)
+        self._open: dict[int, _Question] = {}
+        """Questions without an end, by number."""
 
-    def ask(self) -> set[int]:
-        """Ask all other ranks, and return those that have not answered: each answer removes one."""
+    def ask(self, missing: set[int], then: Then) -> None:
+        """See `Channel.ask_alive`."""
         number = next(self._numbers)
-        missing = self._missing[number] = set(range(self._channel.size)) - {self._channel.rank}
-        for rank in tuple(missing):
-            self._channel.send(rank, _TOPIC, [number, True])
-        return missing
+        timer = self._loop.call_later(LIVENESS_SECONDS, self._end, number)
+        self._open[number] = _Question(missing, then, timer)
+        for rank in missing:
+            self._send(rank, number, asks=True)
+        self.note_exits()
 
-    def _heard(self, rank: int, message: list[int]) -> None:
-        """Handle a question or an answer; on the listener thread."""
+    def heard(self, rank: int, message: list[int]) -> None:
+        """Handle a question or an answer of another rank."""
         number, asks = message
         if asks:
-            with suppress(ChannelClosed):
-                self._channel.send(rank, _TOPIC, [number, False])
-        else:
-            self._missing[number].discard(rank)
+            self._send(rank, number, asks=False)
+        elif (question := self._open.get(number)) is not None:
+            question.missing.discard(rank)
+            self.note_exits()
+
+    def note_exits(self) -> None:
+        """End the questions that need no more answers."""
+        for number, question in list(self._open.items()):
+            gone = question.missing & self._exits.keys()
+            question.missing -= gone
+            if not question.missing or HUB in self._exits or not all(self._exits[rank].clean for rank in gone):
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        question = self._open.pop(number)
+        question.timer.cancel()
+        question.then(sorted(question.missing))
+
+    def _send(self, rank: int, number: int, *, asks: bool) -> None:
+        with suppress(RuntimeError):  # the channel is closed
+            self._send_to(rank, ROLL_CALL, [number, asks])

@@ -18,11 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodist.communicator import Communicator, parts_of
-from aiodist.communicator.conversation import LIVENESS_SECONDS
 from aiodist.communicator.registry import Registry
 from aiodist.control import Channel, Exit, connect
 from aiodist.control.generations import Generation
-from aiodist.control.rollcall import RollCall
+from aiodist.control.thread import settle_soon
 from aiodist.errors import (
     AiodistError,
     BackendError,
@@ -70,7 +69,6 @@ class Recovery:
         self._uncollected = 0
         self._world: RankWorld  # that of the newest generation that was opened here
         self.channel: Channel  # that of the newest one that has begun
-        self._roll_call: RollCall  # on that channel
 
     @property
     def registry(self) -> Registry[Communicator]:
@@ -246,7 +244,6 @@ class Recovery:
 
     async def _open(self, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
         """Return the world of a generation; raise PeerError where a rank has left, though a library said otherwise."""
-        self._roll_call = RollCall(self.channel)
         try:
             return await self._built(generation, before)
         except (BackendError, BackendUnavailable, OperationTimeout) as error:
@@ -294,12 +291,12 @@ class Recovery:
 
     async def _await_loss(self, error: AiodistError) -> Exit:
         """Return how a rank left, if `error` may follow from that; raise `error` if all ranks answer."""
-        missing = self._roll_call.ask()
-        until = asyncio.get_running_loop().time() + LIVENESS_SECONDS
-        while (lost := self._lost()) is None:
-            if not missing or asyncio.get_running_loop().time() > until:
-                raise error
-            await asyncio.sleep(_LOOK_SECONDS)
+        answered: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        others = [rank for rank in range(self.channel.size) if rank != self.channel.rank]
+        self.channel.ask_alive(others, partial(settle_soon, answered))
+        await answered
+        if (lost := self._lost()) is None:
+            raise error
         return lost
 
     def _lost(self) -> Exit | None:

@@ -303,7 +303,7 @@ STATEMENTS = st.sampled_from(
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(2, 4), st.integers(0, 2))
 def test_c10_whatever_ranks_know_and_whoever_dies(data: st.DataObject, size: int, deaths: int) -> None:
-    numbers = data.draw(st.sampled_from([(5,), (5, 6), (-3,), (5, 1 << 50)]))
+    numbers = data.draw(st.sampled_from([(5,), (5, 6), (5, 1 << 50)]))
     script = {number: data.draw(st.lists(STATEMENTS, min_size=size, max_size=size)) for number in numbers}
     world = World(script, dies=data.draw(st.permutations(range(size)))[: min(deaths, size - 1)])
     while steps := list(world.steps()):

@@ -257,3 +257,47 @@ async def test_subscribers_hear_while_the_main_thread_is_stuck() -> None:
         pass
     assert names == ["aiodist-control"] * 2
     await asyncio.gather(a.aclose(), b.aclose())
+
+
+# --- roll calls ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_roll_call_ends_when_all_have_answered(channels: Channels) -> None:
+    missing = Letters()
+    for channel in channels:
+        channel.ask_alive([rank for rank in range(SIZE) if rank != channel.rank], missing)
+    channels[0].ask_alive([], missing)
+    assert await missing.take(4) == [([],)] * 4
+
+
+async def test_a_roll_call_names_the_ranks_that_do_not_answer(
+    channels: Channels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiodist.control.rollcall.LIVENESS_SECONDS", 0.5)
+    missing = Letters()
+    channels[2].unsubscribe("rollcall")  # it answers as little as a stopped process
+    channels[0].ask_alive([1, 2], missing)
+    channels[0].ask_alive([1], missing)
+    assert await missing.take(2) == [([],), ([2],)]
+
+
+async def test_a_roll_call_ends_when_a_rank_without_an_answer_leaves(channels: Channels) -> None:
+    """A goodbye ends the wait for that rank, a loss the wait for all."""
+    missing = Letters()
+    for rank in (1, 2):
+        channels[rank].unsubscribe("rollcall")
+    channels[0].ask_alive([2], missing)
+    await channels[2].aclose()
+    assert await missing.take() == [([],)]
+    channels[0].ask_alive([1, 2], missing)
+    channels[1].fail("it broke")
+    assert await missing.take() == [([],)]
+    channels[0].ask_alive([1, 2], missing)  # known before the question
+    assert await missing.take() == [([],)]
+
+
+async def test_a_roll_call_on_a_closed_channel_ends_at_once(channels: Channels) -> None:
+    missing = Letters()
+    await channels[0].aclose()
+    channels[0].ask_alive([1, 2], missing)
+    assert await missing.take() == [([],)]
