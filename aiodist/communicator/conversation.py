@@ -26,6 +26,8 @@ from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.oplog import LEFT, Latest
 from aiodist.control import LIVENESS_SECONDS, name_ranks
 
+UNANSWERED = f"did not answer within {LIVENESS_SECONDS:g} s"
+
 _MOST_IN_A_ROW = 3
 
 Lists = dict[int, list[int]]  # tag -> the sizes of messages, in bytes
@@ -85,7 +87,7 @@ class Verdict(NamedTuple):
     silent: tuple[int, ...] = ()
     """The ranks that did not answer."""
     abort: bool = False
-    """True if the communicator cannot continue."""
+    """True if the ranks abort the communicator by this verdict. The loss of a rank aborts it in any case."""
 
 
 class Ask(NamedTuple):
@@ -227,7 +229,8 @@ class Conversations:
         blocked = False
         for number, case in sorted(self._open.items()):
             ordered = number < NAMED
-            if case.verdict is None and self._is_complete(case) and not (ordered and blocked):
+            complete = self._rank in case.answered and (case.expired or not self._missing(case))
+            if case.verdict is None and complete and not (ordered and blocked):
                 case.verdict = self._judge(number, case)
                 actions.append(Conclude(number, case.verdict))
             blocked = blocked or (ordered and case.verdict is None)
@@ -239,9 +242,6 @@ class Conversations:
     def _missing(self, case: _Case) -> list[int]:
         """Return the ranks that may still answer."""
         return [rank for rank in self._others if rank not in case.answered and rank not in self.gone]
-
-    def _is_complete(self, case: _Case) -> bool:
-        return self._rank in case.answered and (case.expired or not self._missing(case))
 
     def _judge(self, number: int, case: _Case) -> Verdict:
         verdict = judge(case.statements, tuple(self._missing(case)), self.gone)
@@ -287,7 +287,7 @@ def judge(
     error = next((error for error in errors if error), "")
     # Lost ranks with a statement count too, since the other ranks may have left because of the first lost rank.
     named = {Cause.LOST: lost, Cause.SILENT: sorted(silent)}.get(worst, causes)
-    return Verdict(worst, named[0], error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
+    return Verdict(worst, named[0], error, begun=begun, silent=silent, abort=bound and worst is not Cause.LOST)
 
 
 def _words_differ(statements: dict[int, Statement]) -> bool:
@@ -307,8 +307,7 @@ def _sides(statements: dict[int, Statement], silent: Iterable[int], gone: dict[i
     issued = {statement.text for statement in statements.values() if statement.issued}
     differ = len(issued) > 1 or sum(statement.issued for statement in statements.values()) == 1
     edited = "" if differ else ", edited in different ways"  # texts do not show the table of implementations
-    unanswered = f"did not answer within {LIVENESS_SECONDS:g} s"
-    said = dict.fromkeys(silent, (unanswered, unanswered))
+    said = dict.fromkeys(silent, (UNANSWERED, UNANSWERED))
     said |= {rank: (LEFT, "have left") if clean else ("is lost", "are lost") for rank, clean in gone.items()}
     for rank, statement in statements.items():
         last = f": the last is {statement.text}" if statement.text else ""

@@ -92,44 +92,37 @@ class Dispatcher:
         self.large_bytes = LARGE_BYTES
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
         self._observer: OperationObserver | None = None
-        place, progress = (name, transport.rank), self.progress
-        self.failures = Failures(name, channel, ranks, transport)
-        self.settlement = Settlement(place, progress, self.operations, self.failures.ends_alone, threads=thread)
-        watch = Watch.of(progress, channel)
-        self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch)
-        self.account = Account(progress.loop, prompt=True, witness=self.watchdog)
-        issuing = Issuing(name) if thread else None
-        self.lifetime = Lifetime(
-            place,
-            self.ranks,
-            progress,
-            self.operations,
-            self.settlement,
-            self.failures,
-            self.watchdog,
-            issuing,
-        )
-        on_differ, broken = self.failures.differ, self.lifetime.break_off
+        place, progress, within = (name, transport.rank), self.progress, self.repertoire.within
+        failures = self.failures = Failures(name, channel, ranks, transport, within)
+        on_differ, broken = failures.differ, failures.break_off
         self.names = Names(name, channel, self.ranks, transport, progress, on_differ=on_differ, broken=broken)
         alone = partial(Agreement, progress, None, None, None, several=False, on_differ=on_differ)
         self.agreement = alone() if agree is None else agree(on_differ, broken)
         overruns = self.agreement.several and transport.capabilities().overruns
         self.recent = RecentTraffic([] if overruns else None)
         """Records of the last operations' messages to and from other hosts."""
-        self._connect()
-        self._alive.add(self)
-
-    def _connect(self) -> None:
-        """Give the parts references to one another."""
-        failures, lifetime, within = self.failures, self.lifetime, self.repertoire.within
-        failures.issued = Issued(self.oplog, self.operations, self.recent, self.names)
-        failures.settlement, failures.within = self.settlement, within
-        failures.abort_here = lifetime.abort
-        self.watchdog.uses, self.watchdog.abort = self.names.uses, lifetime.abort_everywhere
-        lifetime.subscriptions += [failures.close, self.names.unsubscribe]
-        lifetime.stops += [self.mailbox.abort, self.names.close, self.agreement.close]
+        self.settlement = Settlement(place, progress, self.operations, failures.ends_alone, threads=thread)
+        watch = Watch.of(progress, channel)
+        self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch)
+        self.account = Account(progress.loop, prompt=True, witness=self.watchdog)
+        self.lifetime = Lifetime(
+            place,
+            self.ranks,
+            progress,
+            self.operations,
+            self.settlement,
+            failures,
+            self.watchdog,
+            Issuing(name) if thread else None,
+        )
+        self.lifetime.subscriptions += [failures.close, self.names.unsubscribe]
+        self.lifetime.stops += [self.mailbox.abort, self.names.close, self.agreement.close]
         if within is not None:
-            lifetime.stops.append(within.abort)
+            self.lifetime.stops.append(within.abort)
+        self.watchdog.uses, self.watchdog.abort = self.names.uses, self.lifetime.abort_everywhere
+        issued = Issued(self.oplog, self.operations, self.recent, self.names)
+        failures.connect(issued, self.names, self.settlement, self.lifetime.abort, self.lifetime.abort_everywhere)
+        self._alive.add(self)
 
     @property
     def watch(self) -> Watch:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -20,6 +21,7 @@ from aiodist.backends.base import Stopped, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.conversation import (
+    UNANSWERED,
     Action,
     Ask,
     Cause,
@@ -33,6 +35,7 @@ from aiodist.communicator.conversation import (
     Verdict,
 )
 from aiodist.communicator.issued import Issued
+from aiodist.communicator.names import Names
 from aiodist.communicator.operation import CommunicatorOperation, OperationState, When
 from aiodist.communicator.oplog import Latest
 from aiodist.communicator.settlement import Settlement
@@ -55,31 +58,37 @@ _FINAL = (CommunicatorError, PeerError, asyncio.CancelledError)
 Then = Callable[[BaseException], None]
 
 
+@dataclass(eq=False, slots=True)
+class _Failure:
+    """A failed number on this rank, from the first statement of any rank.
+
+    The record is kept, as the conversation is, for late statements and a late issue of the number.
+    """
+
+    traffic: Traffic | None = None
+    """Messages of this rank, final at the rank's statement, or None before."""
+    issued: bool = True
+    """False if the statement says that this rank has not issued the number."""
+    timer: TimerHandle | None = None
+    """Timer of the liveness bound (loop's thread)."""
+    expired: bool = False
+    """True after the liveness bound: the operation ends with its verdict, even if it is not drained."""
+
+
 class Failures:
     """The failed operations of one communicator on this rank.
 
-    The transport lock is held in all methods, unless the docstring says otherwise. The dispatcher sets the attributes
-    of the class.
+    All methods hold the transport lock, unless the docstring says otherwise.
     """
 
-    issued: Issued
-    settlement: Settlement
-    within: ShmNative | None
-    abort_here: Callable[[AiodistError], None]
-    """Aborts the communicator on this rank (loop's thread)."""
-
     def __init__(
-        self,
-        name: str,
-        channel: Channel,
-        ranks: Sequence[int],
-        transport: Transport,
+        self, name: str, channel: Channel, ranks: Sequence[int], transport: Transport, within: ShmNative | None
     ) -> None:
-        """`ranks` are the world ranks of the communicator, in order."""
-        self.to_fail: Latest[None] = Latest()
-        """Numbers that this rank stated not to have issued.
+        """`ranks` are the world ranks of the communicator, in order. `within` are the steps in shared memory."""
+        self.to_fail: dict[int, None] = {}
+        """Numbers that this rank stated not to have issued, until the issue.
 
-        The compiled core issues nothing while there are such numbers.
+        The compiled core shares this dict, and issues nothing while there are such numbers.
         """
         self._name = name
         self._topic = f"failures:{name}"
@@ -87,38 +96,47 @@ class Failures:
         self._ranks = list(ranks)
         self._rank = self._ranks.index(channel.rank)
         self._transport = transport
+        self._within = within
         self._progress = Progress.current()
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
-        """Held for each event of the conversations, and while this rank checks if it has issued a number."""
-        self._stated: Latest[Traffic] = Latest()
-        """Messages of this rank, by the numbers of its statements."""
-        self._not_issued: Latest[None] = Latest()
-        """Numbers that this rank had not issued at its statement."""
-        self._timers: dict[int, TimerHandle] = {}
-        """Liveness bounds of conversations and of failed operations that are not drained (loop's thread)."""
+        """Held for each event of the conversations, and for the question if this rank has issued a number."""
+        self._failures: Latest[_Failure] = Latest()
+        """Failed operations, by number."""
         self._aborting = False
         """True if another rank has aborted the communicator, with a reason that precedes later verdicts."""
-        channel.subscribe(self._topic, self._heard)
+
+    def connect(
+        self,
+        issued: Issued,
+        names: Names,
+        settlement: Settlement,
+        abort_here: Callable[[AiodistError], None],
+        abort_everywhere: Callable[[AiodistError], None],
+    ) -> None:
+        """Use the parts that use this object. The two functions abort the communicator (loop's thread)."""
+        self._issued, self._names, self._settlement = issued, names, settlement
+        self._abort_here, self._abort_everywhere = abort_here, abort_everywhere
+        self._channel.subscribe(self._topic, self._heard)
 
     def close(self) -> None:
         """Receive no more statements (loop's thread)."""
         self._channel.unsubscribe(self._topic)
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+        for number in list(self._failures):
+            self._stop_timer(number)
 
     # --- failures of this rank ------------------------------------------------------------------------------------
 
     def ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
         """Return True if `error` ends the operation now, or False if a conversation finds the cause."""
         number = operation.number
-        if number in self._stated or isinstance(error, (Differ, Stopped)):
+        failure = self._failures.get(number)
+        if (failure is not None and failure.traffic is not None) or isinstance(error, (Differ, Stopped)):
             return False
         if isinstance(error, _FINAL) or len(self._ranks) == 1 or (number < 0 and not isinstance(error, BackendError)):
             return True
         if number < 0:
-            self.inquire(error, partial(self.settlement.settle, operation, None, final=True))
+            self.inquire(error, partial(self._settlement.settle, operation, None, final=True))
         else:
             self._state(number, Cause.MISMATCH if isinstance(error, MismatchError) else Cause.FAILED, _text(error))
         return False
@@ -137,7 +155,8 @@ class Failures:
         if self.to_fail:
             with self._lock:  # the listener thread may look now if the operation is issued
                 self.to_fail.pop(number, None)
-        if number not in self._stated:
+        failure = self._failures.get(number)
+        if failure is None or failure.traffic is None:
             return False
         operation.decide(Differ(number))
         if (verdict := self._conversations.verdict(number)) is not None:
@@ -159,7 +178,7 @@ class Failures:
         if lost is not None:
             error = lost.error()
         elif silent:
-            error.add_note(_silence(map(self._ranks.index, silent)))
+            error.add_note(f"{name_ranks(map(self._ranks.index, silent))} {UNANSWERED}")
         self._soon(partial(then, error))
 
     def cause(self, error: BaseException) -> asyncio.Future[BaseException]:
@@ -168,15 +187,23 @@ class Failures:
         self.inquire(error, partial(settle_soon, answer))
         return answer
 
+    def break_off(self, error: BaseException) -> None:
+        """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
+        wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
+        wrapped.__cause__ = error
+        abort = partial(self._abort_everywhere, wrapped)
+        self.inquire(wrapped, lambda _: self._progress.post(abort))
+
     # --- statements -----------------------------------------------------------------------------------------------
 
     def _state(self, number: int, cause: Cause = Cause.NONE, error: str = "") -> None:
-        """Stop the operation on this rank, and make this rank's statement."""
-        if number in self._stated:
+        """Stop the operation on this rank, and make the statement about it."""
+        failure = self._failure(number)
+        if failure.traffic is not None:
             return
-        operation = self.issued.operation(number, look=True)
-        traffic = self._stated[number] = self.issued.traffic(number)
-        self.issued.names.hold(number)
+        operation = self._issued.operation(number, look=True)
+        traffic = failure.traffic = self._issued.traffic(number)
+        self._names.hold(number)
         bound, begun = False, traffic.begun
         if operation is not None:
             # A failed native call counts too, since the library is in an unknown state. Such calls may have no record.
@@ -186,13 +213,21 @@ class Failures:
             begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
             operation.decide(Differ(number))
         self._stop_steps(number, traffic)
-        statement = Statement(*self.issued.description(number), True, cause, error, begun, bound)
+        statement = Statement(*self._issued.description(number), True, cause, error, begun, bound)
         self._do(self._conversations.state, number, statement)
+
+    def _failure(self, number: int) -> _Failure:
+        """Return the record of a failed number (any thread)."""
+        with self._lock:
+            failure = self._failures.get(number)
+            if failure is None:
+                failure = self._failures[number] = _Failure()
+            return failure
 
     def _stop_steps(self, number: int, traffic: Traffic) -> None:
         traffic.stopped_by = Differ(number)
-        if self.within is not None:
-            self.within.stop(key_of(number))
+        if self._within is not None:
+            self._within.stop(key_of(number))
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
         """Handle a statement of another rank (listener thread)."""
@@ -207,18 +242,17 @@ class Failures:
 
     def _answer(self, number: int) -> None:
         """Make this rank's statement about an operation that failed on another rank (listener thread)."""
+        failure = self._failure(number)
         with self._lock:
             self.to_fail[number] = None  # first: the program may issue `number` now, and then waits for the lock
-            issued = number in self.issued
-            if issued:
+            if number in self._issued:
                 del self.to_fail[number]
             else:
-                self._stated[number] = Traffic()
-                self._not_issued[number] = None
-        if issued:
-            self._progress.start_from_thread(self._state, number)
+                failure.traffic, failure.issued = Traffic(), False
+        if failure.issued:
+            self._progress.start_from_thread(partial(self._state, number))
         else:
-            self._do(self._conversations.state, number, Statement(self.issued.last(), issued=False))
+            self._do(self._conversations.state, number, Statement(self._issued.last(), issued=False))
 
     def note_exits(self, *, clean: bool = False) -> None:
         """Note the lost ranks in the order of the control channel. True for `clean` also notes the ranks that left."""
@@ -238,15 +272,18 @@ class Failures:
                 case Ask(number):
                     self._answer(number)
                 case SendStatement(number, statement):
-                    self._send(number, statement)
+                    traffic = self._failure(number).traffic
+                    for rank in range(len(self._ranks)):
+                        sent, asked = ({}, {}) if traffic is None else traffic.with_rank(rank)
+                        self.send(rank, [number, list(statement), list(sent.items()), list(asked.items())])
                 case StartTimer(number):
-                    self._progress.post(self._start_timer, number, self._expire)
+                    self._progress.post(partial(self._start_timer, number))
                 case Drain():
                     self._progress.start_from_thread(self._drain, action)
                 case Conclude(number, verdict):
                     self._soon(partial(self._conclude, number, verdict))
                 case Clear(number):
-                    self._progress.start_from_thread(self.issued.names.release, number)
+                    self._progress.start_from_thread(partial(self._names.release, number))
 
     def _soon(self, call: Callable[[], None]) -> None:
         """Make a call with the transport lock held, after the abort that another rank has told."""
@@ -254,12 +291,6 @@ class Failures:
             self._progress.post(partial(self._progress.with_lock, call))
         else:
             self._progress.start_from_thread(call)
-
-    def _send(self, number: int, statement: Statement) -> None:
-        traffic = self._stated.get(number)
-        for rank in range(len(self._ranks)):
-            sent, asked = ({}, {}) if traffic is None else traffic.with_rank(rank)
-            self.send(rank, [number, list(statement), list(sent.items()), list(asked.items())])
 
     def send(self, rank: int, message: list[Any]) -> None:
         """Send a message to another rank."""
@@ -274,77 +305,87 @@ class Failures:
 
     def _told_abort(self, text: str) -> None:
         """Abort the communicator as another rank does (loop's thread)."""
-        self.abort_here(CommunicatorAborted(text))
+        self._abort_here(CommunicatorAborted(text))
 
     def _drain(self, action: Drain) -> None:
         """Drain messages (transport lock held)."""
-        if (traffic := self._stated.get(action.number)) is not None:
+        if (traffic := self._failure(action.number).traffic) is not None:
             # Both ranks may have stopped steps in shared memory at the same time, so each stops them again.
             self._stop_steps(action.number, traffic)
             traffic.clear(self._transport, action.rank, action.sent, action.asked)
 
-    def _start_timer(self, number: int, call: Callable[[int], None]) -> None:
-        """Call `call(number)` after the liveness bound (loop's thread)."""
-        self._stop_timer(number)
-        self._timers[number] = self._progress.loop.call_later(LIVENESS_SECONDS, call, number)
+    def _start_timer(self, number: int) -> None:
+        """Let `_expire` be called after the liveness bound, unless the timer runs (loop's thread)."""
+        failure = self._failure(number)
+        if failure.timer is None:
+            failure.timer = self._progress.loop.call_later(LIVENESS_SECONDS, self._expire, number)
 
     def _stop_timer(self, number: int) -> None:
-        """Cancel the timer of an operation (loop's thread)."""
-        if (timer := self._timers.pop(number, None)) is not None:
-            timer.cancel()
+        """Cancel the timer of a failed number (loop's thread)."""
+        failure = self._failure(number)
+        if failure.timer is not None:
+            failure.timer.cancel()
+            failure.timer = None
 
     def _expire(self, number: int) -> None:
-        """Note that the liveness bound has passed (loop's thread)."""
+        """The liveness bound has passed: wait no more for statements and for the drain (loop's thread)."""
+        failure = self._failure(number)
+        failure.timer, failure.expired = None, True
         self.note_exits(clean=True)
         self._do(self._conversations.expire, number)
+        self._progress.with_lock(partial(self._end_undrained, number))
 
     # --- verdicts -------------------------------------------------------------------------------------------------
 
     def _conclude(self, number: int, verdict: Verdict) -> None:
         """Perform the verdict, even if the operation has ended on this rank."""
-        self._progress.post(partial(self._stop_timer, number))
-        if verdict.abort and verdict.cause is not Cause.LOST:
-            self._progress.post(self._abort, number, verdict)
-        elif (operation := self.issued.operation(number)) is not None:
+        operation = self._issued.operation(number)
+        if verdict.abort:
+            self._progress.post(partial(self._abort, number, verdict))
+        elif operation is not None:
             self._end(operation, verdict)
+        if operation is None or operation.state is OperationState.DONE:
+            self._progress.post(partial(self._stop_timer, number))
 
     def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
-        """End a failed operation after its drain, or now if a rank is lost or silent."""
-        if verdict.abort and verdict.cause is not Cause.LOST:
+        """End a failed operation after its drain, or now if that would take long."""
+        if verdict.abort:
             return  # `_abort` ends the operation
-        operation.verdict = error = self._error(operation.number, verdict, operation.error)
-        if operation.state is OperationState.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
-            self.settlement.settle(operation, None, error, final=True)
+        number = operation.number
+        operation.verdict = error = self._error(number, verdict, operation.error)
+        waits = operation.state is not OperationState.DRAINED and not self._failure(number).expired
+        if waits and not verdict.silent and verdict.cause is not Cause.LOST:
+            self._progress.post(partial(self._start_timer, number))
         else:
-            self._progress.post(self._start_timer, operation.number, self._end_undrained)
+            self._settlement.settle(operation, None, error, final=True)
 
     def _abort(self, number: int, verdict: Verdict) -> None:
         """Abort the communicator, which cannot continue, then end the operation (loop's thread)."""
-        operation = self.issued.operation(number)
+        operation = self._issued.operation(number)
         error = self._error(number, verdict, None if operation is None else operation.error)
         if isinstance(error, RemoteError):
             error = CommunicatorAborted(f"rank {verdict.rank}: {verdict.error}", comm=self._name)
         if operation is not None:
             operation.verdict = error
-        self.abort_here(again(error) if isinstance(error, AiodistError) else CommunicatorAborted(_text(error)))
-        self._end_undrained(number)
+        self._abort_here(again(error) if isinstance(error, AiodistError) else CommunicatorAborted(_text(error)))
+        self._progress.with_lock(partial(self._end_undrained, number))
 
     def _end_undrained(self, number: int) -> None:
-        """End an operation whose messages another rank has not drained within the bound (loop's thread)."""
-        self._timers.pop(number, None)
-        if (operation := self.issued.operation(number)) is not None:
-            settle = partial(self.settlement.settle, operation, None, operation.verdict, final=True)
-            self._progress.with_lock(settle)
+        """End an operation with a verdict, even if its messages are not drained."""
+        if self._conversations.verdict(number) is not None:
+            operation = self._issued.operation(number)
+            if operation is not None and operation.verdict is not None:
+                self._settlement.settle(operation, None, operation.verdict, final=True)
 
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
-        """Return the error that this rank raises. Its own part failed with `own`, or `own` is None."""
-        called, rank = self.issued.title(number), verdict.rank
+        """Return the error that this rank raises, if its own part failed with `own`."""
+        called, rank = self._issued.title(number), verdict.rank
         own = None if isinstance(own, (Differ, Stopped)) else own
-        silent = _silence(verdict.silent)
+        silent = f"{name_ranks(verdict.silent)} {UNANSWERED}"
         if verdict.cause is Cause.MISMATCH and rank < 0:
             since = f" (out of step since #{verdict.since})" if 0 <= verdict.since < number else ""
             data = "; the output of the operation is unspecified" if verdict.begun else ""
-            later = self.issued.description(number)[0] if number in self._not_issued else ""
+            later = self._issued.description(number)[0] if not self._failure(number).issued else ""
             side = f"; rank {self._rank} has issued {later} since then" if later else ""
             return MismatchError(f"ranks disagree on {called}{since}: {verdict.sides}{side}{data}")
         if verdict.cause is Cause.LOST:
@@ -363,10 +404,6 @@ class Failures:
         return (
             operation.error is not None and operation.verdict is None and self._conversations.is_open(operation.number)
         )
-
-
-def _silence(ranks: Iterable[int]) -> str:
-    return f"{name_ranks(ranks)} did not answer within {LIVENESS_SECONDS:g} s"
 
 
 def _text(error: BaseException) -> str:

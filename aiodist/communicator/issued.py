@@ -15,13 +15,13 @@ class Issued:
 
     def __init__(self, oplog: OpLog, operations: Pending, recent: dict[int, Traffic], names: Names) -> None:
         """`recent` has the messages of the communicator's operations."""
-        self.names = names
+        self._names = names
         self._oplog = oplog
         self._operations = operations
         self._recent = recent
 
     def __contains__(self, number: int) -> bool:
-        return self.names.has_issued(number) if number >= NAMED else number < self._oplog.seq
+        return self._names.has_issued(number) if number >= NAMED else number < self._oplog.seq
 
     def operation(self, number: int, *, look: bool = False) -> CommunicatorOperation | None:
         """Return the collective in flight with that number (transport lock held).
@@ -29,7 +29,7 @@ class Issued:
         True for `look` first lets the lane settle the handle, or pass the operation on to a program.
         """
         if number >= NAMED:
-            use = self.names.find(number)
+            use = self._names.find(number)
             return None if use is None else use.operation
         one = self._operations.collectives.get(number)
         if look and isinstance(one, Handle):
@@ -38,13 +38,13 @@ class Issued:
         return self._operations.take_over(one) if isinstance(one, Handle) else one
 
     def traffic(self, number: int) -> Traffic:
-        """Return the record of the operation's messages, or an empty record if there is none."""
-        use = self.names.find(number)
+        """Return the record of the operation's messages, an empty one if there is none."""
+        use = self._names.find(number)
         return (self._recent.get(number) if use is None else use.traffic) or Traffic()
 
     def description(self, number: int) -> tuple[str, int | None]:
         """Return text and signature of an operation."""
-        use = self.names.find(number)
+        use = self._names.find(number)
         record = self._oplog.find(number) if use is None else use.record
         if record is None:
             return "an operation that is no longer kept", None
@@ -54,7 +54,7 @@ class Issued:
         """Return the operation's number, or name and count, for error messages."""
         if number < NAMED:
             return f"operation #{number}"
-        use = self.names.find(number)
+        use = self._names.find(number)
         return "a named operation" if use is None else f"operation {use.name!r} #{use.count}"
 
     def last(self) -> str:

@@ -19,7 +19,6 @@ from aiodist.communicator.watchdog import Watchdog
 from aiodist.control import LIVENESS_SECONDS, Exit
 from aiodist.errors import (
     AiodistError,
-    BackendError,
     CommunicatorAborted,
     CommunicatorClosed,
     MismatchAborted,
@@ -147,13 +146,6 @@ class Lifetime:
             if tell:
                 text = f"rank {self._rank}: {error}"
                 self._progress.loop.call_later(LIVENESS_SECONDS, self._failures.tell_abort, text)
-
-    def break_off(self, error: BaseException) -> None:
-        """Abort the communicator, whose ranks cannot be compared any more, with `error` or the loss of a rank."""
-        wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
-        wrapped.__cause__ = error
-        abort = partial(self.abort_everywhere, wrapped)
-        self._failures.inquire(wrapped, lambda _: self._progress.post(abort))
 
     def abort(self, error: AiodistError) -> None:
         """Reject pending operations and refuse later calls. Transfers that never end keep their buffers."""
