@@ -144,8 +144,8 @@ class _Case:
     """The ranks with a statement, after the verdict too."""
     lists: dict[int, tuple[Lists, Lists]] = field(default_factory=dict)
     """The messages that other ranks sent and asked for, until this rank's own lists are final."""
-    expired: bool = False
-    """True if the liveness bound has passed."""
+    silent: set[int] = field(default_factory=set)
+    """Ranks that have not answered within the liveness bound, in this conversation or in another one."""
     verdict: Verdict | None = None
 
 
@@ -200,9 +200,11 @@ class Conversations:
         return self._advance()
 
     def expire(self, number: int) -> list[Action]:
-        """Handle the end of the liveness bound, after which ranks without an answer are silent."""
+        """The liveness bound has passed: ranks without an answer are silent, also for the verdicts before this one."""
         if (case := self.cases.get(number)) is not None:
-            case.expired = True
+            silent = self._missing(case)
+            for waiting in self._open.values():
+                waiting.silent.update(silent)
         return self._advance()
 
     def is_open(self, number: int) -> bool:
@@ -229,7 +231,7 @@ class Conversations:
         blocked = False
         for number, case in sorted(self._open.items()):
             ordered = number < NAMED
-            complete = self._rank in case.answered and (case.expired or not self._missing(case))
+            complete = self._rank in case.answered and case.silent.issuperset(self._missing(case))
             if case.verdict is None and complete and not (ordered and blocked):
                 case.verdict = self._judge(number, case)
                 actions.append(Conclude(number, case.verdict))

@@ -47,7 +47,7 @@ class Rank:
 
     def key(self) -> str:
         cases = {
-            number: (sorted(case.statements), sorted(case.answered), case.expired, case.verdict)
+            number: (sorted(case.statements), sorted(case.answered), sorted(case.silent), case.verdict)
             for number, case in sorted(self.machine.cases.items())
         }
         waiting = sorted(self.to_state), sorted(self.to_expire), tuple(self.machine.gone), sorted(self.drained)
@@ -248,6 +248,21 @@ def test_c10_a_stopped_rank_is_named_and_answers_later(name: str, stopped: int) 
             assert verdict.silent == (stopped,)
             assert verdict.cause > Cause.SILENT or verdict.rank == stopped
     world.resume()
+
+
+def test_c10_a_verdict_waits_only_one_bound_for_a_silent_rank() -> None:
+    """Operation 8 failed first and waits for 7: when the bound of 8 has passed, rank 2 counts as silent in both."""
+    machine = Conversations(0, 3)
+    machine.state(8, BROKEN)
+    machine.hear(1, 8, SUM, {}, {})
+    machine.state(7, BROKEN)
+    machine.expire(8)
+    assert machine.verdict(7) is None  # rank 1 may still answer
+    machine.hear(1, 7, SUM, {}, {})
+    for number in (7, 8):
+        verdict = machine.verdict(number)
+        assert verdict is not None
+        assert (verdict.cause, verdict.silent) == (Cause.SILENT, (2,))
 
 
 def test_c10_two_operations_fail_at_the_same_time() -> None:
