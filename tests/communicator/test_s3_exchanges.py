@@ -253,7 +253,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CALLS)
 async def test_s3_an_exchange_that_fails_on_one_rank_is_given_up_on_all(
-    coll: Communicator, fake: FakeNccl, name: str
+    coll: Communicator, fake: FakeNccl, name: str, until: Any
 ) -> None:
     work = await coll.dup()
     await work.allreduce(on(coll, torch.ones(4)), impl="nccl")
@@ -265,8 +265,7 @@ async def test_s3_an_exchange_that_fails_on_one_rank_is_given_up_on_all(
     async with asyncio.timeout(20):
         with pytest.raises(expected, match=f"^{says}.*internal error"):
             await gather(CALLS[name](work, "nccl"), work.allreduce(on(coll, torch.ones(4)), impl="nccl"))
-    await coll.barrier()
-    assert [comm for comm in fake.communicators if comm.is_valid] == []
+    await until(lambda: not any(comm.is_valid for comm in fake.communicators))  # NCCL aborts in a thread
 
 
 @pytest.mark.ranks(2)

@@ -214,7 +214,9 @@ async def test_s3_a_failure_that_comes_later_is_raised_by_the_await(coll: Commun
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("call", ["init", "allreduce"])
-async def test_s3_a_rank_that_fails_alone_gives_up_on_all(coll: Communicator, fake: FakeNccl, call: str) -> None:
+async def test_s3_a_rank_that_fails_alone_gives_up_on_all(
+    coll: Communicator, fake: FakeNccl, call: str, until: Any
+) -> None:
     """The others, whose kernels would wait for it or who connect without it, hear of it."""
     work = await coll.dup()
     if call == "allreduce":
@@ -229,8 +231,7 @@ async def test_s3_a_rank_that_fails_alone_gives_up_on_all(coll: Communicator, fa
             await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
         with pytest.raises(expected, match=f"^{says}.*internal error"):
             await work.allreduce(torch.ones(4).to(coll.device))
-    await coll.barrier()
-    assert [comm for comm in fake.communicators if comm.is_valid] == []
+    await until(lambda: not any(comm.is_valid for comm in fake.communicators))  # NCCL aborts in a thread
 
 
 @pytest.mark.ranks(1)
