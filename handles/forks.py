@@ -1,4 +1,4 @@
-"""A forked child detaches its copy of the event loop, so that the parent's loop continues."""
+"""Forks: no other thread makes native calls meanwhile, and the child detaches its copy of the event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,42 @@ import contextlib
 import os
 import select
 import selectors
+import warnings
 from pathlib import Path
+from typing import Final
+
+from aiodist.handles.polling import transport_lock
+
+_NATIVE_SECONDS: Final = 1.0
+"""Longest wait of a fork for native calls of other threads, in seconds.
+
+Native calls take milliseconds. A longer wait may never end, since the thread that forks may hold the lock itself.
+"""
+_held: list[bool] = []
+"""True for each fork in progress that holds the transport lock."""
+
+
+def _before() -> None:
+    """Let no other thread make native calls: a library's lock that is held there is never released in the child."""
+    held = transport_lock.acquire(timeout=_NATIVE_SECONDS)
+    _held.append(held)
+    if not held:
+        why = f"a native call has not ended within {_NATIVE_SECONDS:g} s"
+        text = f"os.fork: {why}, and locks of its library may stay locked in the child: fork when no operation runs"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _after_in_parent() -> None:
+    if _held.pop():
+        transport_lock.release()
+
+
+def _after_in_child() -> None:
+    _held.clear()
+    transport_lock.reinit()
+
+
+os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
 
 
 def part(loop: asyncio.AbstractEventLoop) -> bool:

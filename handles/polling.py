@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from math import inf
 from time import perf_counter
 from typing import Any, ClassVar, Final, Protocol, TypeVarTuple
 
@@ -40,8 +39,6 @@ from aiodist import _core
 from aiodist.handles.gil import Hurry
 
 Ts = TypeVarTuple("Ts")
-
-_FAILING_SECONDS = 0.5
 
 
 class Alarm:
@@ -148,8 +145,8 @@ class LoopWork(_core.Pacer):
     Writers of its attributes:
 
     - A thread that holds `_lock` writes `pace`, `large`, `at_work`, `threads_waiting` and the tuple of pollers.
-    - A thread that holds the transport lock writes `offloaded` and the failures of pollers, and takes calls from
-      `inbox`. Any thread appends to `inbox`.
+    - A thread that holds the transport lock writes `offloaded`, and takes calls from `inbox`. Any thread appends to
+      `inbox`.
     - Each thread adds and removes its own number in `computing`.
     - `polls` and `last_ran` are hints, since a lost update only delays a check by the progress thread.
 
@@ -189,8 +186,6 @@ class LoopWork(_core.Pacer):
         self.on_broken: list[Callable[[Exception], None]] = []
         """Functions that the loop calls with the error of a removed poller, whose requests never end."""
         self._pollers: tuple[Poller, ...] = ()
-        self._failing: dict[Poller, tuple[float, float]] = {}
-        """Times of the first and the last error of each failing poller, in seconds of `perf_counter`."""
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waking = False
         """True if the loop has been woken for posted calls that have not run yet."""
@@ -227,7 +222,6 @@ class LoopWork(_core.Pacer):
         """Stop polling `poller` (any thread)."""
         with self._lock:
             self._pollers = tuple([p for p in self._pollers if p is not poller])
-        self._failing.pop(poller, None)
 
     def ensure_polled(self) -> None:
         """Ensure that a thread polls the requests that the caller, a thread of a transport, has made.
@@ -392,20 +386,11 @@ class LoopWork(_core.Pacer):
         self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def _poller_failed(self, poller: Poller, error: Exception) -> None:
-        """Report the first error of a series.
-
-        After `_FAILING_SECONDS` of errors, remove the poller and notify its users.
-        """
-        now = perf_counter()
-        since, last = self._failing.get(poller, (now, -inf))
-        if now > last + _FAILING_SECONDS:  # the first error, or the first after a while
-            since = now
-            self.report(f"{poller!r} failed, and is still polled", error)
-        self._failing[poller] = (since, now)
-        if now > since + _FAILING_SECONDS:
-            self.remove_poller(poller)
-            for notify in list(self.on_broken):
-                self.post(notify, error)
+        """Remove a poller that raises: a poller reports errors of requests, so its other requests may never end."""
+        self.report(f"{poller!r} failed, and its requests never end", error)
+        self.remove_poller(poller)
+        for notify in list(self.on_broken):
+            self.post(notify, error)
 
     # --- calls on the loop -------------------------------------------------------------------------------------
 

@@ -337,12 +337,11 @@ class Progress(LoopWork, Quiet):
 
 
 def _after_fork() -> None:
-    """Reset a forked child: no progress thread runs, the lock may be taken, and the parent owns the pending work."""
+    """Reset a forked child: no progress thread runs, and the parent owns the pending work."""
     progress_thread.__init__()  # type: ignore[misc]
     alarm.__init__()  # type: ignore[misc]
     for progress in list(Progress._of_loop.values()):
         progress.after_fork()
-    transport_lock.reinit()
     tracing.to = None  # only the parent has the thread that writes
 
 

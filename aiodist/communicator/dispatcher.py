@@ -34,14 +34,12 @@ from aiodist.errors import CommunicatorError
 from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Posted, Progress, internals
 from aiodist.handles.kernel import Program
 from aiodist.handles.origin import whence
-from aiodist.handles.polling import transport_lock
 from aiodist.handles.tracing import Ended
 from aiodist.types import ANY
 
 OnDiffer = Callable[[CommunicatorOperation], None]
 Ts = TypeVarTuple("Ts")
 
-_FORK_SECONDS = 1.0
 _ELSEWHERE = (
     ". Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, and wait() for its "
     "handles"
@@ -319,22 +317,8 @@ class Dispatcher:
 
 
 def _after_fork() -> None:
-    _held_over_fork.clear()
     for dispatcher in list(Dispatcher._alive):
         dispatcher.lifetime.forked()
 
 
-_held_over_fork: list[bool] = []
-
-
-def _before_fork() -> None:
-    """Fork while no other thread is in a native call, since a lock held there would stay locked in the child."""
-    _held_over_fork.append(transport_lock.acquire(timeout=_FORK_SECONDS))
-
-
-def _after_fork_in_parent() -> None:
-    if _held_over_fork.pop():
-        transport_lock.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

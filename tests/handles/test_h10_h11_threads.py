@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Operation, Progress
 from aiodist.streams import HostStream
+from aiodist.testing.seams.progress import transport_lock
 from tests.support.blocking import blocked_until, rounds
 
 pytestmark = pytest.mark.timeout(30)
@@ -189,3 +192,24 @@ async def test_h11_no_stream_to_order_is_an_error(bench: Any) -> None:
     operation.finish()
     await operation.handle
     operation.handle.wait_stream()  # it is over: there is nothing left to wait for
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+
+def _forked() -> int:
+    """Fork, and return 0 if the child finds the transport lock free."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if transport_lock.acquire(False) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_h10_a_fork_beside_a_long_native_call_warns_and_the_child_has_a_lock() -> None:
+    with transport_lock, pytest.warns(RuntimeWarning, match=r"os\.fork: a native call has not ended within 1 s"):
+        assert _forked() == 0
+    assert _forked() == 0  # without a warning
+    assert transport_lock.acquire(False)
+    transport_lock.release()

@@ -267,11 +267,13 @@ class _Broken:
     """A poller that has something to do and raises."""
 
     rings = False
+    polls = 0
 
     def __len__(self) -> int:
         return 1
 
     def poll(self, until: float = 0.0) -> bool:
+        self.polls += 1
         raise RuntimeError("nothing moves")
 
 
@@ -290,3 +292,4 @@ async def test_h7_pollers_that_fail_in_turn_are_given_up(
     assert [str(error) for error in told] == ["nothing moves"] * 2
     assert len(reports) == 2  # once for each
     await until(lambda: not progress.pending())
+    assert [poller.polls for poller in pollers] == [1, 1]
