@@ -226,7 +226,8 @@ class OpenCommunicators(Generic[C]):
         aborted, self.open = self.open[::-1], []
         for communicator in self.closing:
             parts_of(communicator).dispatcher.lifetime.abort(error)
-        if self.closing:  # the abort ends the tasks that close these communicators
+        if self.closing:
+            # The abort ends the tasks that close these communicators, unless a library waits for a stopped rank.
             await asyncio.wait(self.closing.values(), timeout=LIVENESS_SECONDS)
         for communicator in aborted:
             dispatcher = parts_of(communicator).dispatcher

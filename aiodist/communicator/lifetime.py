@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from aiodist import _core
 from aiodist.backends.base import again
@@ -16,7 +16,7 @@ from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.operation import Pending
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Watchdog
-from aiodist.control import LIVENESS_SECONDS, Exit
+from aiodist.control import Exit
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
@@ -29,6 +29,13 @@ from aiodist.errors import (
 from aiodist.handles import Handle, Progress, internals, listed
 from aiodist.handles.combinators import all_over
 from aiodist.handles.state import plight
+
+_TELL_SECONDS: Final = 2.0
+"""Delay of the report of a failed close to the other ranks, in seconds.
+
+Ranks often fail to close at the same time, by equal deadlines or one signal. Each of them should raise its own reason.
+The report is for a rank that has no reason.
+"""
 
 
 class Lifetime:
@@ -140,12 +147,12 @@ class Lifetime:
             self.abort(error)
 
     def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
-        """Abort the communicator on this rank now, and on ranks without a known cause after the liveness bound."""
+        """Abort the communicator on this rank now, and on ranks without a reason of their own later."""
         if self.refusal is None:
             self.abort(error)
             if tell:
                 text = f"rank {self._rank}: {error}"
-                self._progress.loop.call_later(LIVENESS_SECONDS, self._failures.tell_abort, text)
+                self._progress.loop.call_later(_TELL_SECONDS, self._failures.tell_abort, text)
 
     def abort(self, error: AiodistError) -> None:
         """Reject pending operations and refuse later calls. Transfers that never end keep their buffers."""
