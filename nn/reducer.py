@@ -118,7 +118,7 @@ class Reducer:
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
         registry = parts_of(data).registry
-        self.asks_stop: Callable[[], bool] = lambda: registry.stop_requested
+        self.asks_stop: Callable[[], bool] = lambda: registry.resources.stop_requested
         """See `PassHost`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
         self.averaging: Handle[PassStatus] | None = None
         """An average of parameters that is on its way."""

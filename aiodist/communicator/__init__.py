@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 from aiodist.communicator.arguments import check_int64, check_rank
 from aiodist.communicator.base import parts_of, upkeep_of
+from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.elsewhere import Elsewheres, shown
 from aiodist.communicator.group import CommunicatorStatistics
 from aiodist.communicator.levels import Asked, Form, Group, Levels, agree, checked_form, checked_key, forms_of, keys_of
@@ -25,6 +26,7 @@ from aiodist.communicator.shared import SharedMemory
 from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle, Origin
 from aiodist.handles.calls import located
+from aiodist.topology import Topology
 
 __all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "parts_of", "root_levels", "upkeep_of"]
 
@@ -90,6 +92,10 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     """
 
     _registry: Registry[Communicator]
+
+    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Communicator]) -> None:
+        super().__init__(dispatcher, topology, registry.resources, registry.edit)
+        self._registry = registry
 
     # --- other communicators --------------------------------------------------------------------------------
 

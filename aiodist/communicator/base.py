@@ -23,12 +23,13 @@ from aiodist.communicator.arguments import Terms, check_across, check_name
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.communicator.group import Group, Keeper
+from aiodist.communicator.group import Group
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.messenger import Messenger
 from aiodist.communicator.names import Named
 from aiodist.communicator.operation import CommunicatorOperation, When
 from aiodist.communicator.plans import Plans, Signature
+from aiodist.communicator.resources import Resources
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program
 from aiodist.streams import check_not_capturing
@@ -70,8 +71,17 @@ class Upkeep(NamedTuple):
 class Base(Group):
     """A group of ranks that issues operations."""
 
-    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Keeper) -> None:
-        super().__init__(dispatcher, topology, registry)
+    _registry: Any
+    """The `Registry` that made the communicator, set by `Communicator`."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        topology: Topology | None,
+        resources: Resources,
+        edit: Callable[[Any, Edit], Handle[None]],
+    ) -> None:
+        super().__init__(dispatcher, topology, resources, edit)
         self._messenger = Messenger(dispatcher)
         self._plans: Plans = Plans(dispatcher, self._device, self._queue_of)
         self._no_plans = self._plans.without_plans()
@@ -102,7 +112,7 @@ class Base(Group):
 
     def _queue_of(self, call: Signature, repertoire: Repertoire) -> Queue | None:
         """Return a function that queues the allreduce on a device by one call, or None if the device has none."""
-        accelerator = self._registry.resources.accelerator
+        accelerator = self._resources.accelerator
         if accelerator is None or not repertoire.on_cuda or call.impl not in ("auto", "nccl") or call.op is None:
             return None
         if self.size == 1 and call.impl == "auto":
@@ -149,8 +159,8 @@ class Base(Group):
         devices = self._work_on(where, tag) if where else self._work_expected(tag) if expects else []
         if devices:
             make = partial(_on_devices, make, devices, [*ts, *outs])
-            assert self._registry.resources.accelerator is not None
-            if what.kind not in _ANYWHERE and (places := self._registry.resources.accelerator.places(self.name, ts)):
+            assert self._resources.accelerator is not None
+            if what.kind not in _ANYWHERE and (places := self._resources.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
         # NCCL queues immediately. Other work on a device begins as on the host.
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else When.HOST
@@ -208,9 +218,9 @@ class Base(Group):
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
             raise ValueError(f"t is on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
-        assert self._registry.resources.accelerator is not None
+        assert self._resources.accelerator is not None
         check_not_capturing(*(device.index for device in devices))
-        return [self._registry.resources.accelerator.work(self.name, device, tag) for device in devices]
+        return [self._resources.accelerator.work(self.name, device, tag) for device in devices]
 
     def _work_expected(self, tag: int | None) -> list[DeviceWork]:
         """Return the work that the next operation may have on this rank's device, or an empty list.
@@ -218,7 +228,7 @@ class Base(Group):
         The list is empty before the process uses a device. The list is empty on threads other than the loop's, which
         cannot issue work on devices.
         """
-        accelerator = self._registry.resources.accelerator
+        accelerator = self._resources.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
             return []
         if not self._dispatcher.progress.owns_thread():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -58,3 +60,32 @@ class Facts(NamedTuple):
         """Return the report that another rank sent."""
         ops, comms = received
         return cls([PendingOp(*op) for op in ops], [CommFacts(*comm) for comm in comms])
+
+
+CAUSE = 0.8
+"""Share of all waits for which a rank is called the cause."""
+
+
+@dataclass(frozen=True)
+class WaitingCall:
+    """Waits of the ranks for one another.
+
+    In a collective each rank waits from its own arrival to that of the last rank. A wait shorter than the error of the
+    clocks does not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message
+    has arrived. Waits below a millisecond do not count.
+    """
+
+    seconds: tuple[float, ...]
+    """Sum of the waits for each rank, in seconds."""
+    by_operation: Mapping[str, tuple[float, ...]]
+    """The same sums by operation, such as "allreduce"."""
+    compared: int
+    """Number of compared collectives: above some thousand per second only the last ones are compared."""
+    clock_error: float
+    """Largest error of the difference of two clocks, in seconds."""
+
+    @property
+    def cause(self) -> int | None:
+        """Rank that caused at least 80 % of the waits, or None if no rank did."""
+        most = CAUSE * sum(self.seconds)
+        return next((rank for rank, waited in enumerate(self.seconds) if waited >= most > 0), None)

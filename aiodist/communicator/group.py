@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -12,41 +12,13 @@ from aiodist.collectives.choice.availability import Availability
 from aiodist.collectives.choice.selector import Selector
 from aiodist.collectives.choice.table import Edit
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.facts import WaitingCall
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.resources import Resources
-from aiodist.control.generations import Generation
 from aiodist.handles import Handle
 from aiodist.topology import Topology
 
 _CPU = torch.device("cpu")
-
-CAUSE = 0.8
-"""Share of all waits for which a rank is called the cause."""
-
-
-@dataclass(frozen=True)
-class WaitingCall:
-    """Waits of the ranks for one another.
-
-    In a collective each rank waits from its own arrival to that of the last rank. A wait shorter than the error of the
-    clocks does not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message
-    has arrived. Waits below a millisecond do not count.
-    """
-
-    seconds: tuple[float, ...]
-    """Sum of the waits for each rank, in seconds."""
-    by_operation: Mapping[str, tuple[float, ...]]
-    """The same sums by operation, such as "allreduce"."""
-    compared: int
-    """Number of compared collectives. Above some thousand per second, only the last ones are compared."""
-    clock_error: float
-    """Largest error of the difference of two clocks, in seconds."""
-
-    @property
-    def cause(self) -> int | None:
-        """Rank that caused at least 80 % of the waits, or None if no rank did."""
-        most = CAUSE * sum(self.seconds)
-        return next((rank for rank, waited in enumerate(self.seconds) if waited >= most > 0), None)
 
 
 @dataclass(frozen=True)
@@ -67,22 +39,17 @@ class CommunicatorStatistics:
     """Waits of the ranks for one another, up to a second ago, or None without `init(stragglers=True)`."""
 
 
-class Keeper(Protocol):
-    """The registry, with the state that the communicators of one rank share."""
-
-    resources: Resources
-    stop_requested: bool
-    generation: Generation
-    waited: dict[str, WaitingCall]
-
-    def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
-        """Edit the tables of `comm` and of its descendants. Return the handle of the comparison."""
-
-
 class Group:
     """A group of ranks, with the place of this rank."""
 
-    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Keeper) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        topology: Topology | None,
+        resources: Resources,
+        edit: Callable[[Any, Edit], Handle[None]],
+    ) -> None:
+        """`edit` edits the tables of a communicator and its descendants, and returns the handle of the comparison."""
         self._dispatcher = dispatcher
         self._transport = dispatcher.transport
         self._topology = topology
@@ -90,11 +57,9 @@ class Group:
         self._device = _CPU if bound is None else torch.device("cuda", bound.index)
         self._levels: Levels | None = None
         self._made_of: tuple[Group, Sequence[int]] | None = None
-        self._registry = registry
+        self._resources = resources
         self._repertoire = dispatcher.repertoire
-        self._selector = Selector(
-            self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes
-        )
+        self._selector = Selector(self._repertoire, lambda one: edit(self, one), lambda: dispatcher.large_bytes)
 
     @property
     def rank(self) -> int:
@@ -118,13 +83,13 @@ class Group:
 
     @property
     def generation(self) -> int:
-        """Number of the world's generation, from 0. Higher after each `shrink` and `grow`, and on a rank that joins."""
-        return self._registry.generation.number
+        """0, then a higher number after each `shrink` and `grow`, and in `init` on a rank that joins."""
+        return self._resources.generation.number
 
     @property
     def previous(self) -> tuple[int | None, ...]:
         """Rank of each rank before the last `shrink` or `grow`, or None for a rank that joined."""
-        before = self._registry.generation.previous
+        before = self._resources.generation.previous
         return tuple([before[rank] for rank in self._dispatcher.ranks])
 
     @property
@@ -214,7 +179,7 @@ class Group:
             len(self._dispatcher.lifetime.pending()),
             *submitted,
             named=self._dispatcher.names.issued,
-            waited=self._registry.waited.get(self.name),
+            waited=self._resources.waited.get(self.name),
         )
 
     def print(

@@ -152,7 +152,7 @@ class PointToPoint(Base):
 
     def _work_later(self) -> Callable[[], DeviceWork] | None:
         """Return a factory of the work of a message that may come from a device, or None if there are no devices."""
-        accelerator = self._registry.resources.accelerator
+        accelerator = self._resources.accelerator
         if accelerator is None or not self._repertoire.on_cuda:
             return None
         return partial(accelerator.work, self.name, self.device)

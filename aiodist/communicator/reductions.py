@@ -256,14 +256,14 @@ class Reductions(Base):
         Local, from any thread. The request cannot be taken back. The other ranks learn of the request in their next
         `stopping()`, or by `stop_requested` of a `DataParallel` after the next step.
         """
-        self._registry.stop_requested = True
+        self._resources.stop_requested = True
 
     def stopping(self, *, timeout: float | None = None) -> Handle[bool]:
         """Return True on every rank if any rank was asked to stop, as for `while not await coll.stopping():`.
 
         Every rank makes this call. Cost: an allreduce of one byte.
         """
-        terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested], device="cpu")
+        terms, said = Terms(timeout, "auto", None), torch.tensor([self._resources.stop_requested], device="cpu")
         what = fingerprint_of("stopping", [said], None)
         return self._issue(what, partial(_stopping, said=said), writing(said), [said], terms)
 

@@ -18,7 +18,6 @@ from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.communicator.base import parts_of, upkeep_of
 from aiodist.communicator.closing import OpenCommunicators
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.group import WaitingCall
 from aiodist.communicator.leftovers import made_by_program
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.resources import Resources
@@ -95,11 +94,9 @@ class Registry(Generic[C]):
         """
         self._channel = channel
         self._make = make
-        self.generation = generation or Generation(0, (None,) * channel.size)
-        """Generation of this world, 0 without an elastic job."""
         self.elastic: ElasticJob | None = None
         """Transition to the next generation, or None if the world is not elastic."""
-        self.resources = Resources(near, alone, sharing)
+        self.resources = Resources(near, alone, sharing, generation or Generation(0, (None,) * channel.size))
         self.members: OpenCommunicators[C] = OpenCommunicators(self.resources)
         self._edits: dict[str, list[Edit]] = {}
         self._edits_before: dict[str, int] = {}
@@ -109,13 +106,6 @@ class Registry(Generic[C]):
         """The world of `aiodist.open`, which a close of the world ends, or None."""
         self.portal: BlockingPortal | None = None
         """Portal to the loop's thread, if `aiodist.start` opened the world. Threads may then use all communicators."""
-        self.stop_requested = False
-        """True if this rank was asked to stop and asks all others.
-
-        Any thread may set the flag. The flag is never cleared.
-        """
-        self.waited: dict[str, WaitingCall] = {}
-        """Waits of the ranks, by communicator, if measured."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""The memory and the CUDA devices that the communicators of a rank share."""
+"""The memory, the CUDA devices and the flags that the communicators of a rank share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from aiodist.collectives.choice.table import Table
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.agreement import Agreement, Dissemination
+from aiodist.communicator.facts import WaitingCall
 from aiodist.communicator.operation import CommunicatorOperation
+from aiodist.control.generations import Generation
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 class Resources:
     """Shared memory and CUDA devices. Makes the parts of a communicator on memory and devices."""
 
-    def __init__(self, near: Neighbourhood | None, alone: str, sharing: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, near: Neighbourhood | None, alone: str, sharing: Sequence[Sequence[int]], generation: Generation
+    ) -> None:
         """`sharing` has all groups of ranks that share memory. A rank outside the groups shares no memory."""
         self.progress = Progress.current()
         self.near = near
@@ -31,7 +35,16 @@ class Resources:
         self.alone = alone
         """Reason why no other rank shares memory with this one, or ""."""
         self.accelerator: Accelerator | None = None
-        """CUDA resources of this rank, or None if no rank has a device."""
+        """CUDA devices with libraries, or None if no rank has a device."""
+        self.generation = generation
+        """Generation of the world, 0 without an elastic job."""
+        self.stop_requested = False
+        """True if this rank was asked to stop and asks all others.
+
+        Any thread may set the flag. The flag is never cleared.
+        """
+        self.waited: dict[str, WaitingCall] = {}
+        """Waits of the ranks, by communicator, if measured."""
         self._sharing = sharing
 
     def repertoire(

@@ -50,7 +50,7 @@ class SharedMemory(Base):
         (`impl="cuda_ipc"`). Raises MemoryError, with the bytes requested, if there are not enough pages.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
-        near = self._registry.resources.near
+        near = self._resources.near
         if near is None or torch.device(device).type != "cpu":
             return torch.empty(size, dtype=dtype, device=device)
         return near.arena.empty(size, dtype)
@@ -88,11 +88,11 @@ class SharedMemory(Base):
 
     def _offer(self, here: Sequence[int], nbytes: int) -> HostTable | str | MemoryError | None:
         """Return the table if this rank creates one, None if another rank does, or the reason of a failure."""
-        near = self._registry.resources.near
+        near = self._resources.near
         if len(here) == 1 or not nbytes:
             return None
         if self.backend != "local" and near is None:
-            return self._registry.resources.alone
+            return self._resources.alone
         if self.rank != here[0]:
             return None
         number = 0 if near is None else next(near.table_numbers)
@@ -113,9 +113,9 @@ class SharedMemory(Base):
         said: HostTable | TableAddress | str | MemoryError | None = offer
         if isinstance(offer, HostTable):
             said = offer.address
-            if self._registry.resources.near is not None:
+            if self._resources.near is not None:
                 for rank in here[1:]:
-                    self._registry.resources.near.neighbours[self._dispatcher.ranks[rank]].offer(offer)
+                    self._resources.near.neighbours[self._dispatcher.ranks[rank]].offer(offer)
         offers = await _of_all(p, said)
         memory, lack = None, ""
         if isinstance(address := offers[here[0]], TableAddress):
@@ -128,7 +128,7 @@ class SharedMemory(Base):
 
     def _mapped(self, address: TableAddress, here: Sequence[int]) -> mmap:
         """Return the bytes of the table, or raise OSError or ValueError if the mapping fails."""
-        near = self._registry.resources.near
+        near = self._resources.near
         if near is None or self.rank == here[0]:  # a descriptor of this process
             return mapped(address.fd, address.nbytes)
         return near.neighbours[address.rank].table(address)
@@ -142,8 +142,8 @@ class SharedMemory(Base):
         self._dispatcher.check_usable()
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes}: expected a positive number of bytes")
-        if self._registry.resources.near is not None:
-            self._registry.resources.near.arena.reserve(nbytes)
+        if self._resources.near is not None:
+            self._resources.near.arena.reserve(nbytes)
 
     def to_arena_(self, t: Shared) -> Shared:
         """Move a tensor or a module into this rank's arena, in place, as if `arena_empty` had made it. Return `t`.
@@ -170,9 +170,9 @@ class SharedMemory(Base):
         """
         if not isinstance(t, Tensor | nn.Module):
             raise TypeError(f"t is {type(t).__name__}: expected a tensor or a module")
-        if self._registry.resources.near is not None:
+        if self._resources.near is not None:
             named = {"t": t} if isinstance(t, Tensor) else dict([*t.named_parameters(), *t.named_buffers()])
-            move(self._registry.resources.near.arena, named)
+            move(self._resources.near.arena, named)
         return t
 
 

@@ -54,7 +54,7 @@ class Assembly:
     @property
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop, see `Communicator.stopping`."""
-        return self._base is not None and parts_of(self._base).registry.stop_requested
+        return self._base is not None and parts_of(self._base).registry.resources.stop_requested
 
     @property
     def elastic(self) -> bool:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.group import CAUSE, WaitingCall
+from aiodist.communicator.facts import CAUSE, WaitingCall
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.thread import settle_soon
@@ -137,7 +137,7 @@ class ArrivalTimes:
         """True for `report` lets rank 0 print the late ranks at the end."""
         self._world = world
         registry = self._registry = parts_of(world).registry
-        self._waited: dict[str, WaitingCall] = registry.waited
+        self._waited: dict[str, WaitingCall] = registry.resources.waited
         self._channel = registry.channel
         self._ranks = parts_of(world).dispatcher.ranks
         self._clock = Clock(self._channel, "clock of arrivals", self._ranks)

@@ -132,7 +132,7 @@ class Recovery:
             if comm.size + joiners > self._most:
                 most = f"the job may have {self._most}"
                 raise ValueError(f"grow({joiners}) of {comm.size} ranks: {most} (aiodist run --elastic MIN:MAX)")
-        number = self._world.registry.generation.number
+        number = self._world.registry.resources.generation.number
         operation: Operation[Communicator] = Operation(
             dispatcher.progress, what, number, origin=Origin.here(3), polled=False
         )
@@ -190,7 +190,7 @@ class Recovery:
 
     async def _shrink(self) -> Communicator:
         old, channel = self._world, self.channel
-        number = old.registry.generation.number
+        number = old.registry.resources.generation.number
         giving_up = asyncio.get_running_loop().create_task(
             self._supersede(old, f"rank {channel.rank} called shrink() on generation {number}")
         )
@@ -264,7 +264,7 @@ class Recovery:
         try:
             if before is not None:
                 world.registry.portal = before.portal
-                world.registry.stop_requested = before.stop_requested
+                world.registry.resources.stop_requested = before.resources.stop_requested
                 if before.kept is not None:
                     before.kept.follow(world.registry)
             await world.open()

@@ -95,7 +95,7 @@ ACROSS = {
     "support/simulated_cuda/patches.py": "backends.nccl",
     "watch/test_w11_inspect.py": "machine",
     "watch/test_w4_deadlocks.py": "c10d.work communicator.facts compat.requests handles.waiting",
-    "watch/test_w5_arrivals.py": "communicator.fingerprint communicator.group communicator.oplog handles.origin",
+    "watch/test_w5_arrivals.py": "communicator.facts communicator.fingerprint communicator.oplog handles.origin",
     "watch/test_w7_trace.py": "handles.tracing",
 }
 """Files that import internal modules of other packages: each entry is one to be rid of, and no new one comes."""

@@ -13,8 +13,8 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.communicator import parts_of
+from aiodist.communicator.facts import WaitingCall
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.communicator.group import WaitingCall
 from aiodist.communicator.oplog import OpLog
 from aiodist.handles.origin import whence
 from aiodist.testing import gather_ranks
