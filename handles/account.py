@@ -6,23 +6,14 @@ import asyncio
 import contextlib
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles.origin import Origin, described
 
 if TYPE_CHECKING:
     from types import CodeType
-
-
-class Witness(Protocol):
-    """A source of reasons why operations are pending. Each method takes the `Handle` of an operation."""
-
-    def late(self, handle: Any, /) -> dict[int, str]:  # noqa: ANN401
-        """Return the ranks for which the pending operation is known to wait, each with its place in the program."""
-
-    def details(self, handle: Any, /) -> str:  # noqa: ANN401
-        """Return other reasons as text, or "" if there are none."""
 
 
 class _Dropped(NamedTuple):
@@ -54,11 +45,14 @@ class Account:
         *,
         prompt: bool = False,
         results: bool = True,
-        witness: Witness | None = None,
+        late: Callable[[Any], dict[int, str]] = lambda _: {},
+        details: Callable[[Any], str] = lambda _: "",
     ) -> None:
         """If `results` is False, a result that was dropped after its await ended early is not reported."""
-        self.witness = witness
-        """Source of the reasons why operations are pending, or None."""
+        self.late = late
+        """Returns the ranks for which the pending operation of a handle is known to wait, each with its line."""
+        self.details = details
+        """Returns other reasons why the operation of a handle is pending, as text, or ""."""
         self.forgiven: tuple[type[BaseException], ...] = ()
         """Errors that are not reported, since this rank has failed and reports its failure itself."""
         self._loop = loop

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, cast
 
 from aiodist import _core
 from aiodist.errors import OperationTimeout
-from aiodist.handles.account import Account, Witness
+from aiodist.handles.account import Account
 
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 
@@ -47,19 +47,14 @@ def late_ranks(handle: _core.Handle) -> dict[int, str]:
         return {rank: line for part in handle._parts for rank, line in late_ranks(part).items()}
     if handle._late is not None:
         return handle._late()
-    witness = _witness_of(handle)
-    return {} if witness is None else witness.late(handle)
+    account: Account | None = handle._account
+    return {} if account is None else account.late(handle)
 
 
 def details(handle: _core.Handle) -> str:
     """Return other reasons why this pending operation has not finished, or "" if there are none."""
-    witness = _witness_of(handle)
-    return "" if witness is None or handle._status is not Status.PENDING else witness.details(handle)
-
-
-def _witness_of(handle: _core.Handle) -> Witness | None:
     account: Account | None = handle._account
-    return None if account is None else account.witness
+    return "" if account is None or handle._status is not Status.PENDING else account.details(handle)
 
 
 def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:

@@ -102,7 +102,7 @@ class Dispatcher:
         self.settlement = Settlement(place, progress, self.operations, failures.ends_alone, threads=thread)
         watch = Watch.of(progress, channel)
         self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch)
-        self.account = Account(progress.loop, prompt=True, witness=self.watchdog)
+        self.account = Account(progress.loop, prompt=True, late=self.watchdog.late, details=self.watchdog.details)
         self.lifetime = Lifetime(
             place,
             self.ranks,

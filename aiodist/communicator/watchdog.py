@@ -303,7 +303,7 @@ class Watchdog:
     # --- queries -------------------------------------------------------------------------------------------
 
     def late(self, handle: Handle[Any]) -> dict[int, str]:
-        """See `Witness`."""
+        """Return the ranks for which the pending operation of `handle` is known to wait, each with its line."""
         if self.watch.members.get(self._name) is not self or (since := self._since(handle)) is None:
             return {}
         missing = self._missing(handle)
@@ -313,7 +313,7 @@ class Watchdog:
         return {rank: text for rank, text in texts.items() if text is not None}
 
     def details(self, handle: Handle[Any]) -> str:
-        """See `Witness`."""
+        """Return other reasons why the operation of `handle` is pending, or "" if there are none."""
         what = self.pending.get(handle)
         if not isinstance(what, Peer):
             return ""
