@@ -9,6 +9,7 @@ import select
 import selectors
 import warnings
 from pathlib import Path
+from threading import get_ident
 from typing import Final
 
 from aiodist.handles.polling import transport_lock
@@ -16,7 +17,7 @@ from aiodist.handles.polling import transport_lock
 _NATIVE_SECONDS: Final = 1.0
 """Longest wait of a fork for native calls of other threads, in seconds.
 
-Native calls take milliseconds. A longer wait may never end, since the thread that forks may hold the lock itself.
+Most native calls take less than a millisecond. A call that waits for a stopped rank may never end.
 """
 _held: list[bool] = []
 """True for each fork in progress that holds the transport lock."""
@@ -24,9 +25,10 @@ _held: list[bool] = []
 
 def _before() -> None:
     """Let no other thread make native calls: a library's lock that is held there is never released in the child."""
-    held = transport_lock.acquire(timeout=_NATIVE_SECONDS)
+    mine = transport_lock.holder == get_ident()
+    held = not mine and transport_lock.acquire(timeout=_NATIVE_SECONDS)
     _held.append(held)
-    if not held:
+    if not (held or mine):
         why = f"a native call has not ended within {_NATIVE_SECONDS:g} s"
         text = f"os.fork: {why}, and locks of its library may stay locked in the child: fork when no operation runs"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -39,7 +41,9 @@ def _after_in_parent() -> None:
 
 def _after_in_child() -> None:
     _held.clear()
-    transport_lock.reinit()
+    if transport_lock.holder != get_ident():
+        transport_lock.holder = 0
+        transport_lock.reinit()
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -208,8 +208,23 @@ def _forked() -> int:
 
 
 def test_h10_a_fork_beside_a_long_native_call_warns_and_the_child_has_a_lock() -> None:
-    with transport_lock, pytest.warns(RuntimeWarning, match=r"os\.fork: a native call has not ended within 1 s"):
-        assert _forked() == 0
+    begun, ends = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with transport_lock:
+            begun.set()
+            ends.wait(30)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert begun.wait(10)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"os\.fork: a native call has not ended within 1 s"):
+            assert _forked() == 0
+    finally:
+        ends.set()
+        thread.join()
     assert _forked() == 0  # without a warning
-    assert transport_lock.acquire(False)
-    transport_lock.release()
+    with transport_lock:
+        assert _forked() == 1  # the child of the holder holds the lock, and releases it as the parent does
+    assert not transport_lock.locked()
