@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from aiodist.backends.base import Stopped, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
@@ -55,7 +55,8 @@ from aiodist.handles import Progress
 _FINAL = (CommunicatorError, PeerError, asyncio.CancelledError)
 """Errors that need no conversation, since the communicator was aborted, or the operation was withdrawn."""
 
-Then = Callable[[BaseException], None]
+Then = Callable[[BaseException], object]
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(eq=False, slots=True)
@@ -179,7 +180,7 @@ class Failures:
             error = lost.error()
         elif silent:
             error.add_note(f"{name_ranks(map(self._ranks.index, silent))} {UNANSWERED}")
-        self._soon(partial(then, error))
+        self._soon(then, error)
 
     def cause(self, error: BaseException) -> asyncio.Future[BaseException]:
         """Return a future of the error to raise in place of `error` (loop's thread). See `inquire`."""
@@ -191,8 +192,7 @@ class Failures:
         """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
         wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
         wrapped.__cause__ = error
-        abort = partial(self._abort_everywhere, wrapped)
-        self.inquire(wrapped, lambda _: self._progress.post(abort))
+        self.inquire(wrapped, lambda _: self._progress.post(self._abort_everywhere, wrapped))
 
     # --- statements -----------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Failures:
         self.note_exits()  # first, since the loop may note the exits later
         if fields is None:
             self._aborting = True
-            self._progress.post(partial(self._told_abort, sent))
+            self._progress.post(self._told_abort, sent)
         else:
             self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
 
@@ -250,7 +250,7 @@ class Failures:
             else:
                 failure.traffic, failure.issued = Traffic(), False
         if failure.issued:
-            self._progress.start_from_thread(partial(self._state, number))
+            self._progress.start_from_thread(self._state, number)
         else:
             self._do(self._conversations.state, number, Statement(self._issued.last(), issued=False))
 
@@ -277,20 +277,20 @@ class Failures:
                         sent, asked = ({}, {}) if traffic is None else traffic.with_rank(rank)
                         self.send(rank, [number, list(statement), list(sent.items()), list(asked.items())])
                 case StartTimer(number):
-                    self._progress.post(partial(self._start_timer, number))
+                    self._progress.post(self._start_timer, number)
                 case Drain():
                     self._progress.start_from_thread(self._drain, action)
                 case Conclude(number, verdict):
-                    self._soon(partial(self._conclude, number, verdict))
+                    self._soon(self._conclude, number, verdict)
                 case Clear(number):
-                    self._progress.start_from_thread(partial(self._names.release, number))
+                    self._progress.start_from_thread(self._names.release, number)
 
-    def _soon(self, call: Callable[[], None]) -> None:
+    def _soon(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make a call with the transport lock held, after the abort that another rank has told."""
         if self._aborting:
-            self._progress.post(partial(self._progress.with_lock, call))
+            self._progress.post(self._progress.with_lock, call, *args)
         else:
-            self._progress.start_from_thread(call)
+            self._progress.start_from_thread(call, *args)
 
     def send(self, rank: int, message: list[Any]) -> None:
         """Send a message to another rank."""
@@ -333,7 +333,7 @@ class Failures:
         failure.timer, failure.expired = None, True
         self.note_exits(clean=True)
         self._do(self._conversations.expire, number)
-        self._progress.with_lock(partial(self._end_undrained, number))
+        self._progress.with_lock(self._end_undrained, number)
 
     # --- verdicts -------------------------------------------------------------------------------------------------
 
@@ -341,11 +341,11 @@ class Failures:
         """Perform the verdict, even if the operation has ended on this rank."""
         operation = self._issued.operation(number)
         if verdict.abort:
-            self._progress.post(partial(self._abort, number, verdict))
+            self._progress.post(self._abort, number, verdict)
         elif operation is not None:
             self._end(operation, verdict)
         if operation is None or operation.state is OperationState.DONE:
-            self._progress.post(partial(self._stop_timer, number))
+            self._progress.post(self._stop_timer, number)
 
     def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
         """End a failed operation after its drain, or now if that would take long."""
@@ -355,7 +355,7 @@ class Failures:
         operation.verdict = error = self._error(number, verdict, operation.error)
         waits = operation.state is not OperationState.DRAINED and not self._failure(number).expired
         if waits and not verdict.silent and verdict.cause is not Cause.LOST:
-            self._progress.post(partial(self._start_timer, number))
+            self._progress.post(self._start_timer, number)
         else:
             self._settlement.settle(operation, None, error, final=True)
 
@@ -368,7 +368,7 @@ class Failures:
         if operation is not None:
             operation.verdict = error
         self._abort_here(again(error) if isinstance(error, AiodistError) else CommunicatorAborted(_text(error)))
-        self._progress.with_lock(partial(self._end_undrained, number))
+        self._progress.with_lock(self._end_undrained, number)
 
     def _end_undrained(self, number: int) -> None:
         """End an operation with a verdict, even if its messages are not drained."""
