@@ -100,8 +100,8 @@ class Dispatcher:
         self.recent = RecentTraffic([] if overruns else None)
         """Records of the last operations' messages to and from other hosts."""
         self.settlement = Settlement(place, progress, self.operations, failures.ends_alone, threads=thread)
-        watch = Watch.of(progress, channel)
-        self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch)
+        watch, uses = Watch.of(progress, channel), self.names.uses
+        self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch, uses)
         self.account = Account(progress.loop, prompt=True, late=self.watchdog.late, details=self.watchdog.details)
         self.lifetime = Lifetime(
             place,
@@ -117,7 +117,8 @@ class Dispatcher:
         self.lifetime.stops += [self.mailbox.abort, self.names.close, self.agreement.close]
         if within is not None:
             self.lifetime.stops.append(within.abort)
-        self.watchdog.uses, self.watchdog.abort = self.names.uses, self.lifetime.abort_everywhere
+        # These parts and the lifetime use one another.
+        self.watchdog.abort = self.lifetime.abort_everywhere
         issued = Issued(self.oplog, self.operations, self.recent, self.names)
         failures.connect(issued, self.names, self.settlement, self.lifetime.abort, self.lifetime.abort_everywhere)
         self._alive.add(self)

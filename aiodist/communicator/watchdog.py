@@ -191,8 +191,12 @@ class Watchdog:
         ranks: Sequence[int],
         mailbox: Mailbox,
         watch: Watch,
+        uses: Callable[[], Mapping[str, int]],
     ) -> None:
-        """The dispatcher changes `pending`. `ranks` are the world ranks of the communicator's ranks."""
+        """The dispatcher changes `pending`. `ranks` are the world ranks of the communicator's ranks.
+
+        `uses` returns the number of uses of each name on this rank.
+        """
         self.pending = pending
         self.watch = watch
         self.messages = 0
@@ -200,13 +204,12 @@ class Watchdog:
         self.on_receive: Callable[[Handle[Any], int], None] | None = None
         """Function called with the handle and the source of each issued receive from one rank, or None."""
         self.mailbox = mailbox
-        self.uses: Callable[[], Mapping[str, int]] = dict
-        """Function that returns the number of uses of each name on this rank."""
         self.serves = False
         """True if this rank also exchanges messages outside of operations, as a parameter server does."""
         self.abort: Callable[[AiodistError], None] = lambda _: None
         """Function that aborts the communicator on all ranks."""
         self._last_use: Use | None = None
+        self._uses = uses
         self._name = name
         self._topic = f"watchdog:{name}"
         self._oplog = oplog
@@ -405,7 +408,7 @@ class Watchdog:
         pending = [(handle, meets) for handle, meets in self.pending.items() if internals.is_pending(handle)]
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
         sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
-        uses, mailbox = self.uses(), self.mailbox
+        uses, mailbox = self._uses(), self.mailbox
         if self.serves or len(uses) > _MOST_NAMES:
             return None
         # A message is in flight, or a send may end before another rank receives it.
@@ -443,7 +446,7 @@ class Watchdog:
 
     def _issued(self, name: str) -> int:
         """Return the number of uses of `name` that this rank has issued."""
-        return self.uses().get(name, 0) if name else self._oplog.seq
+        return self._uses().get(name, 0) if name else self._oplog.seq
 
     def _send(self, ranks: Sequence[int], what: str, name: str, issued: int, last: str = "") -> None:
         """Send `ranks` the number of uses of `name` that this rank has issued. For "stalled" the receiver answers."""
