@@ -45,14 +45,14 @@ class Account:
         *,
         prompt: bool = False,
         results: bool = True,
-        late: Callable[[Any], dict[int, str]] = lambda _: {},
-        details: Callable[[Any], str] = lambda _: "",
+        late: Callable[[Any], dict[int, str]] | None = None,
+        details: Callable[[Any], str] | None = None,
     ) -> None:
         """If `results` is False, a result that was dropped after its await ended early is not reported."""
         self.late = late
-        """Returns the ranks for which the pending operation of a handle is known to wait, each with its line."""
+        """Returns the late ranks of the pending operation of a handle, each with its line, or None."""
         self.details = details
-        """Returns other reasons why the operation of a handle is pending, as text, or ""."""
+        """Returns other reasons why the operation of a handle is pending, as text, or None."""
         self.forgiven: tuple[type[BaseException], ...] = ()
         """Errors that are not reported, since this rank has failed and reports its failure itself."""
         self._loop = loop

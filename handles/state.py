@@ -48,13 +48,15 @@ def late_ranks(handle: _core.Handle) -> dict[int, str]:
     if handle._late is not None:
         return handle._late()
     account: Account | None = handle._account
-    return {} if account is None else account.late(handle)
+    return {} if account is None or account.late is None else account.late(handle)
 
 
 def details(handle: _core.Handle) -> str:
     """Return other reasons why this pending operation has not finished, or "" if there are none."""
     account: Account | None = handle._account
-    return "" if account is None or handle._status is not Status.PENDING else account.details(handle)
+    if account is None or account.details is None or handle._status is not Status.PENDING:
+        return ""
+    return account.details(handle)
 
 
 def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:
