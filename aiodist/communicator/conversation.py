@@ -200,7 +200,7 @@ class Conversations:
         return self._advance()
 
     def expire(self, number: int) -> list[Action]:
-        """The liveness bound has passed: ranks without an answer are silent, also for the verdicts before this one."""
+        """Handle the end of the liveness bound. Ranks without an answer are silent in all open conversations."""
         if (case := self.cases.get(number)) is not None:
             silent = self._missing(case)
             for waiting in self._open.values():

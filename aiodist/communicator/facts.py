@@ -80,7 +80,7 @@ class WaitingCall:
     by_operation: Mapping[str, tuple[float, ...]]
     """The same sums by operation, such as "allreduce"."""
     compared: int
-    """Number of compared collectives: above some thousand per second only the last ones are compared."""
+    """Number of compared collectives. Above some thousand per second, only the last ones are compared."""
     clock_error: float
     """Largest error of the difference of two clocks, in seconds."""
 

@@ -73,13 +73,13 @@ class _Failure:
     timer: TimerHandle | None = None
     """Timer of the liveness bound (loop's thread)."""
     expired: bool = False
-    """True after the liveness bound: the operation ends with its verdict, even if it is not drained."""
+    """True after the liveness bound, when a verdict ends the operation without a drain."""
 
 
 class Failures:
     """The failed operations of one communicator on this rank.
 
-    All methods hold the transport lock, unless the docstring says otherwise.
+    The transport lock is held in all methods, unless the docstring says otherwise.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Failures:
         self._progress = Progress.current()
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
-        """Held for each event of the conversations, and for the question if this rank has issued a number."""
+        """Held for each event of the conversations, and while this rank checks if it has issued a number."""
         self._failures: Latest[_Failure] = Latest()
         """Failed operations, by number."""
         self._aborting = False
@@ -173,7 +173,7 @@ class Failures:
         self._channel.ask_alive(others, partial(self._answered, error, then))
 
     def _answered(self, error: BaseException, then: Then, silent: list[int]) -> None:
-        """All ranks but the `silent` ones, as world ranks, have answered an inquiry (any thread)."""
+        """Handle the end of an inquiry, without an answer of the world ranks `silent` (any thread)."""
         exits = self._channel.exits().values()
         lost = next((exit for exit in exits if not exit.clean and exit.rank in (*self._ranks, HUB)), None)
         if lost is not None:
@@ -189,7 +189,7 @@ class Failures:
         return answer
 
     def break_off(self, error: BaseException) -> None:
-        """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
+        """Abort the communicator, whose ranks cannot be compared any more, with `error` or the loss of a rank."""
         wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
         wrapped.__cause__ = error
         self.inquire(wrapped, lambda _: self._progress.post(self._abort_everywhere, wrapped))
@@ -197,7 +197,7 @@ class Failures:
     # --- statements -----------------------------------------------------------------------------------------------
 
     def _state(self, number: int, cause: Cause = Cause.NONE, error: str = "") -> None:
-        """Stop the operation on this rank, and make the statement about it."""
+        """Stop the operation on this rank, and make this rank's statement."""
         failure = self._failure(number)
         if failure.traffic is not None:
             return
@@ -286,7 +286,7 @@ class Failures:
                     self._progress.start_from_thread(self._names.release, number)
 
     def _soon(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make a call with the transport lock held, after the abort that another rank has told."""
+        """Make a call with the transport lock held, after an abort that another rank has requested."""
         if self._aborting:
             self._progress.post(self._progress.with_lock, call, *args)
         else:
@@ -328,7 +328,7 @@ class Failures:
             failure.timer = None
 
     def _expire(self, number: int) -> None:
-        """The liveness bound has passed: wait no more for statements and for the drain (loop's thread)."""
+        """End the wait for statements and for the drain, after the liveness bound (loop's thread)."""
         failure = self._failure(number)
         failure.timer, failure.expired = None, True
         self.note_exits(clean=True)
@@ -348,7 +348,7 @@ class Failures:
             self._progress.post(self._stop_timer, number)
 
     def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
-        """End a failed operation after its drain, or now if that would take long."""
+        """End a failed operation after its drain, or now if a rank is lost or silent."""
         if verdict.abort:
             return  # `_abort` ends the operation
         number = operation.number
@@ -378,7 +378,7 @@ class Failures:
                 self._settlement.settle(operation, None, operation.verdict, final=True)
 
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
-        """Return the error that this rank raises, if its own part failed with `own`."""
+        """Return the error that this rank raises. Its own part failed with `own`, or `own` is None."""
         called, rank = self._issued.title(number), verdict.rank
         own = None if isinstance(own, (Differ, Stopped)) else own
         silent = f"{name_ranks(verdict.silent)} {UNANSWERED}"

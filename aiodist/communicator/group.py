@@ -83,7 +83,7 @@ class Group:
 
     @property
     def generation(self) -> int:
-        """0, then a higher number after each `shrink` and `grow`, and in `init` on a rank that joins."""
+        """Number of the world's generation, from 0. Higher after each `shrink` and `grow`, and on a rank that joins."""
         return self._resources.generation.number
 
     @property

@@ -38,7 +38,7 @@ class Issued:
         return self._operations.take_over(one) if isinstance(one, Handle) else one
 
     def traffic(self, number: int) -> Traffic:
-        """Return the record of the operation's messages, an empty one if there is none."""
+        """Return the record of the operation's messages, or an empty record if there is none."""
         use = self._names.find(number)
         return (self._recent.get(number) if use is None else use.traffic) or Traffic()
 

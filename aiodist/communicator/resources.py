@@ -35,7 +35,7 @@ class Resources:
         self.alone = alone
         """Reason why no other rank shares memory with this one, or ""."""
         self.accelerator: Accelerator | None = None
-        """CUDA devices with libraries, or None if no rank has a device."""
+        """CUDA resources of this rank, or None if no rank has a device."""
         self.generation = generation
         """Generation of the world, 0 without an elastic job."""
         self.stop_requested = False
