@@ -6,7 +6,6 @@ import asyncio
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Final
 
 from aiodist import _core
