@@ -218,7 +218,10 @@ class Registry(Generic[C]):
         agreed: Handle[Any],
         join: Callable[[Any], Coroutine[Any, Any, T]],
     ) -> Handle[T]:
-        """Return a handle that a task of the loop settles, since the native calls that make communicators block."""
+        """Return a handle that a task of the loop settles, since the native calls that make communicators block.
+
+        The task first awaits `agreed`, the collective that the call has issued.
+        """
         dispatcher = parts_of(parent).dispatcher
         operation: Operation[T] = Operation(
             dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account, polled=False
