@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from aiodist.backends.base import guarded
 from aiodist.collectives.endpoint import Differ
 from aiodist.collectives.messages import Arrived
 from aiodist.communicator.claims import release
@@ -16,7 +15,7 @@ from aiodist.communicator.names import Named
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, OperationState, Pending, carry_out
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Progress, internals
-from aiodist.handles.kernel import Program, run
+from aiodist.handles.kernel import Program, ours, run
 
 
 class Settlement:
@@ -53,20 +52,23 @@ class Settlement:
         if refusal is not None:
             if not isinstance(work, NativeCall):
                 work.close()
-            self.drained(operation)
-            self.settle(operation, None, refusal)
+            self._called(operation, None, refusal)
             return
         if operation.state is OperationState.CHECKED:
             operation.state = OperationState.STARTED
         if isinstance(work, NativeCall):
             if operation.traffic is not None:
                 operation.traffic.native = 1
-            guarded(partial(self._called, operation, work.result), *work.call)
+            done = partial(self._called, operation, work.result)
+            try:  # in place of `guarded`: a second outcome has no effect
+                work.call[0](*work.call[1:], done)
+            except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the operation
+                done(ours(raised))
         else:
             self.run(operation, carry_out(operation, work))
 
     def _called(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """End an operation with the end of its native call, since all ranks have agreed before the call."""
+        """End an operation that was refused, or whose native call has ended: all ranks have agreed before the call."""
         self.drained(operation)
         self.settle(operation, result, error)
 
