@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from types import coroutine
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles.sources import Done
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Program = Coroutine[Any, Any, T]
@@ -54,25 +53,9 @@ def transfers(step: Sequence[Part]) -> Generator[Sequence[Part], None, None]:
     yield step
 
 
-def prepare(function: Callable[P, Program[T]], *args: P.args, **kwargs: P.kwargs) -> Program[T]:
-    """Return the program of `function(*args)`, to be run, closed or dropped.
-
-    The returned program has begun, since Python warns of a coroutine that never begins. The program calls `function`
-    when it is run.
-    """
-    program = _prepared(function, *args, **kwargs)
-    program.send(None)
-    return program
-
-
-async def _prepared(function: Callable[P, Program[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    await transfers(())
-    return await function(*args, **kwargs)
-
-
 @coroutine
 def resume(program: Program[T]) -> Generator[Any, Any, T]:
-    """Run a prepared program to its result. Python has no await for a coroutine that has begun."""
+    """Run a program that has begun to its result. Python has no await for such a coroutine."""
     return (yield from program.__await__())
 
 
