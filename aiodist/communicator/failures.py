@@ -105,7 +105,7 @@ class Failures:
         self._failures: Latest[_Failure] = Latest()
         """Failed operations, by number."""
         self._aborting = False
-        """True if another rank has aborted the communicator, with a reason that precedes later verdicts."""
+        """True after a rank has notified the others of an abort. Its reason precedes later verdicts."""
 
     def connect(
         self,
@@ -286,7 +286,7 @@ class Failures:
                     self._progress.start_from_thread(self._names.release, number)
 
     def _soon(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make a call with the transport lock held, after an abort that another rank has requested."""
+        """Make a call with the transport lock held, after an abort that a rank has requested."""
         if self._aborting:
             self._progress.post(self._progress.with_lock, call, *args)
         else:
@@ -300,6 +300,7 @@ class Failures:
 
     def tell_abort(self, text: str) -> None:
         """Notify every other rank to abort the communicator."""
+        self._aborting = True
         for rank in range(len(self._ranks)):
             self.send(rank, [0, None, text, None])
 

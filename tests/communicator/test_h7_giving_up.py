@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -322,3 +323,30 @@ async def test_h7_a_receive_of_an_aborted_communicator_takes_no_message(coll: Co
         await receiving
     assert not parts_of(other).dispatcher.operations.others
     assert (await coll.allreduce(t)).sum() == 0  # its memory is free
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_h7_an_abort_precedes_the_errors_that_follow_from_it(
+    coll: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank leaves the shared memory before the rank that aborts has rejected its own operations."""
+    ours = await coll.dup()
+    await coll.barrier()
+    if coll.rank == 0:
+        failures = parts_of(ours).dispatcher.failures
+        notify = failures.tell_abort
+
+        def notify_early(text: str) -> None:
+            notify(text)
+            time.sleep(0.5)
+
+        monkeypatch.setattr(failures, "tell_abort", notify_early)
+        handle = ours.allgather_object("x")
+        await asyncio.sleep(0.1)
+        ours.abort("enough")
+        with pytest.raises(CommunicatorAborted, match="enough"):
+            await handle
+    else:
+        with pytest.raises(CommunicatorAborted, match="enough"):
+            await ours.recv(src=0)
+    await coll.barrier()
