@@ -34,9 +34,9 @@ class Account:
     """The handles of one communicator or stream that were dropped before their outcome was retrieved.
 
     A communicator's account is `prompt`, so each handle is reported once dropped and finished. An error goes to the
-    loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the operation, which Python
-    shows once for each line. A stream's account reports errors at each `sync` of the stream. The `sync` also retrieves
-    the results of earlier operations. When the stream closes, its account becomes prompt.
+    loop's exception handler. A result becomes a `RuntimeWarning` at the line that issued the operation. Python shows
+    this warning once for each line. A stream's account reports errors at each `sync` of the stream. The `sync` also
+    retrieves the results of earlier operations. When the stream closes, its account becomes prompt.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Account:
     ) -> None:
         """If `results` is False, a result that was dropped after its await ended early is not reported."""
         self.late = late
-        """Returns the late ranks of the pending operation of a handle, each with its line, or None."""
+        """Returns the late ranks of the pending operation of a handle, each with its state, or None."""
         self.details = details
         """Returns other reasons why the operation of a handle is pending, as text, or None."""
         self.forgiven: tuple[type[BaseException], ...] = ()

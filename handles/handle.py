@@ -296,7 +296,7 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
-        """Order `stream` after this operation and return immediately, without a wait of the host.
+        """Order `stream` after this operation and return immediately. The host does not wait.
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`, or None for the current CUDA stream. The
         stream continues after a failed operation too. Only awaiting the handle raises the error. Raises `RuntimeError`

@@ -76,9 +76,9 @@ def run(program: Program[T], finish: Finish | None = None, ended: Callable[[], N
     """Run `program` to its end, with the transport lock held. Raise only errors of `finish`.
 
     Two callbacks are called exactly once: `finish(result, error)` with the outcome, and `ended()` when no transfer of
-    the program uses its tensors any more. `ended` comes first, with one exception: if a call of a step raises, `finish`
-    is called before the other transfers of the step have ended. These transfers may be in flight until the end of the
-    process, since other ranks wait for the transfer that failed here.
+    the program uses its tensors any more. `ended` comes first, with one exception: if a part fails while its step
+    starts, `finish` is called before the other transfers of the step have ended. These transfers may be in flight until
+    the end of the process, since other ranks wait for the transfer that failed here.
     """
     _Run(program, None, finish, ended).advance()
 

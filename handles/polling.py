@@ -178,7 +178,7 @@ class LoopWork(_core.Pacer):
         self.at_work = 0
         """Number of transfers and calls in `large` that need no other rank, such as copies."""
         self.offloaded = 0
-        """Number of jobs of other threads and devices that are not reported as ended."""
+        """Number of jobs on other threads and devices whose end is not reported yet."""
         self.threads_waiting = 0
         """Number of other threads that wait for polled work, see `thread_waits`."""
         self.watched = False

@@ -52,7 +52,7 @@ class Onlooker:
 
 
 class Posted(Handle[T]):
-    """A handle that its operation keeps alive only while code waits, see `Stoppable`.
+    """A handle that its operation keeps alive only while code waits or a message has matched, see `Stoppable`.
 
     Code waits by an await, `wait()`, `gather`, a callback or `detach()`. After the last wait has ended without the
     outcome, the operation is paused. The next wait, or `done()`, resumes the operation.

@@ -202,7 +202,7 @@ class Progress(LoopWork, Quiet):
     def try_poll(self, patience: float = 0.0) -> bool:
         """Make one pass, unless another thread keeps the lock for `patience` seconds. Return True if a pass was made.
 
-        Also called after the issue of many operations, for progress before the next turn of the loop.
+        Also called at an issue while other operations are pending, for progress before the next turn of the loop.
         """
         if not transport_lock.acquire(False) and not (patience and transport_lock.acquire(True, patience)):
             return False

@@ -111,7 +111,7 @@ class Fence(Protocol):
         """Order `stream`, or the current stream for None, after the operation of `handle`."""
 
     def look(self) -> bool:
-        """Report the end and return True if the device has reached this place (transport lock held)."""
+        """If the device has reached this place, report the end and return True (transport lock held)."""
 
 
 class Waiter(Protocol):

@@ -267,7 +267,7 @@ class Capabilities:
 
 
 class Native(Protocol):
-    """Non-blocking collectives of a library, or of memory that all ranks map."""
+    """Non-blocking collectives, in a library or in memory that all ranks map."""
 
     finishes: bool
     """True if allreduce and reduce_scatter take 16-bit floats and means directly with one rounding."""

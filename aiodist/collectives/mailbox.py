@@ -64,7 +64,7 @@ class Mailbox:
         self.lines: dict[int, object] = {}
         """Lines of the last sends, by number of the message."""
         self._unanswered: dict[int, Done] = {}
-        """Callbacks of synchronous messages without an answer, by number. `_FAREWELL` has the wait for the farewell."""
+        """Callbacks of unanswered synchronous messages, by number. `_FAREWELL` has the wait for the farewell."""
         self.taking: dict[MailboxReceive, int] = {}
         """Receives that have matched a message in flight, each with the size of the message in bytes."""
         self._kept_from = can.kept_from

@@ -189,7 +189,7 @@ class Failures:
         return answer
 
     def break_off(self, error: BaseException) -> None:
-        """Abort the communicator, whose ranks cannot be compared any more, with `error` or the loss of a rank."""
+        """Abort the communicator with `error` or the loss of a rank, since its ranks can no longer be compared."""
         wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
         wrapped.__cause__ = error
         self.inquire(wrapped, lambda _: self._progress.post(self._abort_everywhere, wrapped))

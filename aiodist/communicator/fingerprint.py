@@ -85,7 +85,7 @@ def fingerprint_of(
 
 
 def how(op: str | None, impl: str, *, given: object = None, across: bool = False, extra: str = "") -> str | None:
-    """Return as text the operator, the requested implementation, and the form of the argument."""
+    """Return a text of operator, requested implementation and form of the argument, or None if all are empty."""
     form = f"list of {len(given)}" if isinstance(given, (list, tuple)) else "number" if is_number(given) else ""
     words = [op or "", extra, form, "across" if across else "", "" if impl == "auto" else f"by {impl}"]
     return " ".join(filter(None, words)) or None

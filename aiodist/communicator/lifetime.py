@@ -121,7 +121,7 @@ class Lifetime:
             tell(self._ranks.index(exit.rank) if exit.rank in self._ranks else -1, error)
 
     async def settled(self) -> None:
-        """Wait until all issued collectives are done."""
+        """Wait until all issued collectives are done, except named and detached ones."""
         if pending := [handle for handle in self.pending_collectives() if not internals.is_detached(handle)]:
             await all_over(pending, self._progress.loop)
 

@@ -25,9 +25,12 @@ T = TypeVar("T")
 class OperationState(Enum):
     """State of an operation. The transport lock is held at each change. An operation never returns to a state.
 
-    A successful operation has all states, in this order. A failed one waits for the verdict of the ranks, and is DONE
-    once its bytes are released, with three exceptions: an abort, a verdict with a lost or silent rank, and a drain
-    longer than the liveness bound. Such an operation is DONE first, and keeps its claims until the transfers end.
+    A successful collective outside a lane has all states, in this order. An operation of a lane begins as STARTED. A
+    message goes from NEW to DRAINED, as does an operation that never begins. A failed collective waits for the verdict
+    of the ranks, and is DONE once its bytes are released. Three ends do not wait for the bytes: an abort, a verdict
+    that names a lost rank or has a silent one, and a drain longer than the liveness bound. An error that needs no
+    verdict, as of a message, does not wait either. Such an operation is DONE first, and keeps its claims until the
+    transfers end.
     """
 
     NEW = "new"

@@ -306,7 +306,7 @@ class Watchdog:
     # --- queries -------------------------------------------------------------------------------------------
 
     def late(self, handle: Handle[Any]) -> dict[int, str]:
-        """Return the ranks for which the pending operation of `handle` is known to wait, each with its line."""
+        """Return the ranks for which the pending operation of `handle` is known to wait, each with its state."""
         if self.watch.members.get(self._name) is not self or (since := self._since(handle)) is None:
             return {}
         missing = self._missing(handle)

@@ -10,9 +10,9 @@ each mapping rank also has the dead number. That rank then closes the mapping. U
 
 [Note: loans] An operation has one *loan*, which announces a tensor to the other ranks and receives their announcements.
 A loan ends when these ranks have finished with the tensor. So each of these ranks knows the number by then. A rank
-declares a number dead only when no loan uses that number. So messages of several operations may arrive in any order. No
-rank receives a number after its declaration as dead. A failed loan never ends. The memory stays mapped after the close,
-since queued kernels may still use the memory.
+declares a number dead only when no loan uses that number. Messages of several operations may therefore arrive in any
+order. No rank receives a number after its declaration as dead. A failed loan never ends. The memory stays mapped after
+the close, since queued kernels may still use the memory.
 
 Everything here runs with the transport lock held.
 """

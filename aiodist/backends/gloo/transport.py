@@ -79,7 +79,7 @@ class Inbox:
             self._matching.keep(message)
 
     def lost(self, rank: int, error: BackendError) -> None:
-        """Fail the receives that need `rank` (see [Note: lost peers])."""
+        """Fail the receives from `rank`, and those from any source once (see [Note: lost peers])."""
         matching = self._matching
         matching.cancel_messages([message for message in matching.messages if message.src == rank and message.offer])
         failed = matching.cancel_receives([wanted for wanted in matching.receives if wanted.src in (rank, ANY)])

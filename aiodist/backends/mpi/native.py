@@ -27,8 +27,8 @@ class Pipeline:
     """Large reductions in chunks, few of them in flight, on a separate communicator.
 
     Two chunks of 1 MiB stay in the caches: Open MPI reduces 64 MiB more than twice as fast as in one call. Each poll is
-    short. A chunk starts after another one ends, at different times on each rank. A separate communicator keeps the
-    chunks from matching other operations.
+    short. A chunk starts when an earlier one ends, at a time that differs between the ranks. A separate communicator
+    keeps the chunks from matching other operations.
     """
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests) -> None:

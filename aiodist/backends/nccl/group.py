@@ -68,8 +68,8 @@ class NcclGroup:
     """The NCCL communicator of some ranks, each with one device.
 
     All methods are called with the transport lock held. No method blocks. A failure of NCCL or of another rank raises
-    nothing. Blocking calls of NCCL run in threads, after which `poll` continues. `ranks` are world ranks, `rank` is an
-    index in `ranks`, and `device` has an index.
+    nothing. Blocking calls of NCCL run in threads. `poll` continues after their end. `ranks` are world ranks, `rank` is
+    an index in `ranks`, and `device` has an index.
 
     [Note: the stream of a group] The kernels of a group wait for one another and for the other ranks. So these kernels
     have a separate stream without other work. Events order the kernels after the caller's earlier work, and the

@@ -46,7 +46,8 @@ _PAUSE_SECONDS = 1e-3  # between two polls of a communicator that is being opene
 
 
 class Library:
-    """NCCL's interface for this backend. Only this class uses nccl4py.
+    """NCCL's interface for this backend. Only this class uses nccl4py, except that `NcclGroup` calls `abort` of a
+    communicator.
 
     `core` is the module `nccl.core` or a stand-in. Communicators are objects of nccl4py, and opaque to callers. Methods
     do not wait for other ranks unless the docstring says so.

@@ -101,8 +101,8 @@ class Selector:
     ) -> Handle[None]:
         """Let `impl` run `operation` on tensors of at least `above` and less than `below` bytes (None: no upper limit).
 
-        `hosts` selects communicators on "one" host or on "several". The default is as for this communicator. The size
-        is that of the tensor, for allgather of the whole result.
+        `hosts` selects communicators on "one" host or on "several". By default, the edit is for the kind of this
+        communicator. The size is that of the tensor, for allgather of the whole result.
 
         Raises ValueError for unknown names, with the known ones, and for an empty range of sizes. Raises
         `BackendUnavailable`, with the reason, if the implementation is not available (see `availability`).

@@ -116,7 +116,7 @@ class Accelerator:
         return DeviceWork(self._progress, stream.stream, stream.users.pop, release)
 
     def _take_stream(self, device: torch.device) -> _Stream:
-        """Return a stream without users, or with few users if there are `_MOST_STREAMS`."""
+        """Return a stream without users, or the one with the fewest users if there are `_MOST_STREAMS` streams."""
         streams = self.streams.setdefault(device, [])
         for taken in streams:
             if not taken.users:

@@ -25,8 +25,8 @@ _MOST_IN_FLIGHT = 3  # chunks of one message: one is copied while another is sen
 class StagedMessages:
     """See `DeviceMessages` (transport lock held).
 
-    A contiguous tensor is sent in chunks of `staging.piece_bytes`. `done` is called with the caller's stream as the
-    current one.
+    Tensors are contiguous, and sent and received in chunks of `staging.piece_bytes`. `done` is called with the caller's
+    stream as the current one.
 
     Messages with the same peer, direction and tag run one after another. The tensors of a list share a tag. Their
     chunks become ready in an order that depends on the devices, and so differs between the ranks.
