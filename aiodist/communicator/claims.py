@@ -41,20 +41,29 @@ def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
     return written + read
 
 
-def acquire(claims: Sequence[Claim], owner: object) -> None:
+def claim(claims: Sequence[Claim], owner: object) -> None:
     """Claim all for `owner`, or none.
 
     Raises RuntimeError if a tensor is not writable (`check_writable`), BufferInFlight for bytes in flight.
     """
-    written = [claim.written for claim in claims if claim.written is not None]
-    for t in written:
-        if t.requires_grad:
-            check_writable(t, owner)
+    for one in claims:
+        if one.written is not None and one.written.requires_grad:
+            check_writable(one.written, owner)
     in_flight.acquire_all(claims, owner)
-    increment_version(written)
+
+
+def note_write(claims: Sequence[Claim]) -> None:
+    """Give written tensors a new version."""
+    increment_version([one.written for one in claims if one.written is not None])
+
+
+def acquire(claims: Sequence[Claim], owner: object) -> None:
+    """Claim as `claim` does. Written tensors get a new version."""
+    claim(claims, owner)
+    note_write(claims)
 
 
 def release(claims: Sequence[Claim]) -> None:
     """Release the claims of `acquire`. Written tensors get a new version."""
-    increment_version([claim.written for claim in claims if claim.written is not None])
+    note_write(claims)
     in_flight.release_all(claims)

@@ -18,7 +18,7 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.operations import nothing
 from aiodist.communicator.agreement import Agreement
-from aiodist.communicator.claims import acquire, release
+from aiodist.communicator.claims import claim, note_write
 from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issued import Issued
@@ -31,11 +31,11 @@ from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Watch, Watchdog
 from aiodist.control import Channel
 from aiodist.errors import CommunicatorError
-from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Posted, Progress, internals
+from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Posted, Progress, in_flight, internals
 from aiodist.handles.kernel import Program
 from aiodist.handles.origin import whence
 from aiodist.handles.tracing import Ended
-from aiodist.types import ANY
+from aiodist.types import ANY, check_timeout
 
 OnDiffer = Callable[[CommunicatorOperation], None]
 Ts = TypeVarTuple("Ts")
@@ -195,21 +195,22 @@ class Dispatcher:
         `messages` is False if a library carries all messages of a collective. `receive` owns the claims of a receive,
         whose handle only the program holds.
 
-        Raises, with nothing changed, if the communicator refuses calls, bytes are in flight, or `make` raises.
+        Raises, with nothing changed, if the communicator refuses calls, `timeout` is no deadline, bytes are in flight,
+        or `make` raises.
         """
         if self.lifetime.refusal is not None or _get_running_loop() is not self.progress.loop:
             self.check_usable()
+        if timeout is not None:
+            check_timeout(timeout)
         meets = operation.meets
         origin = self.oplog.caller or whence(3)
         number = meets.count if isinstance(meets, Named) else self.oplog.seq
         kind = Handle if receive is None else Posted
         handle: Handle[Any] = kind(self.progress, what.kind, number, nbytes, origin, self.account)
+        operation.handle = handle
+        work = self._claim(operation, handle, what, make, receive, messages)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
-        operation.handle = handle
-        if not isinstance(meets, Peer):
-            self._sign(operation, what, messages or self._observer is not None)
-        work = self._claim(operation, handle, make, receive)
         self._log(handle, meets, what, origin)
         work_bytes = nbytes if work_bytes is None else work_bytes
         operation.large = work_bytes >= self.large_bytes
@@ -241,25 +242,31 @@ class Dispatcher:
         self,
         operation: CommunicatorOperation,
         handle: Handle[Any],
+        what: Fingerprint,
         make: Callable[[CommunicatorOperation], Any],
         receive: Receive | None,
+        messages: bool,
     ) -> Any:  # noqa: ANN401
         """Claim the bytes, make the work, and enter the operation in the table. Return the work."""
         claims = operation.claims
         if receive is not None:
             receive.own(handle)
         try:
-            acquire(claims, handle if receive is None else receive)
+            claim(claims, handle if receive is None else receive)
             try:
+                if not isinstance(operation.meets, Peer):
+                    self._sign(operation, what, messages or self._observer is not None)
                 work = make(operation)
             except BaseException:
-                release(claims)
+                in_flight.release_all(claims)
+                self.recent.pop(operation.number, None)
                 raise
         except BaseException:
             Operation.of(handle).mark_retrieved()  # the operation was never issued
             raise
+        note_write(claims)
         if receive is None:
-            operation.set_in_place(any(claim.writes for claim in claims))
+            operation.set_in_place(any(one.writes for one in claims))
             self.operations.add(operation)
         return work
 
