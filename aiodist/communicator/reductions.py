@@ -83,7 +83,7 @@ class Reductions(Base):
         for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,
         DOI 10.1177/1094342005051521.
         """
-        issuer = self._dispatcher.lifetime.issuer
+        issuer = None if self._plans.off else self._dispatcher.lifetime.issuer
         if timeout is not None:
             check_timeout(timeout)
         if issuer is not None and name is None and out is None and not across:
