@@ -236,7 +236,7 @@ class Failures:
         self.note_exits()  # first, since the loop may note the exits later
         if fields is None:
             self._aborting = True
-            self._progress.post(self._told_abort, sent)
+            self._progress.post(self._abort_here, CommunicatorAborted(sent))
         else:
             self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
 
@@ -303,10 +303,6 @@ class Failures:
         self._aborting = True
         for rank in range(len(self._ranks)):
             self.send(rank, [0, None, text, None])
-
-    def _told_abort(self, text: str) -> None:
-        """Abort the communicator as another rank does (loop's thread)."""
-        self._abort_here(CommunicatorAborted(text))
 
     def _drain(self, action: Drain) -> None:
         """Drain messages (transport lock held)."""

@@ -184,7 +184,7 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch, device: SimulatedCuda) -> Iterato
     library = FakeNccl()
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-    monkeypatch.setattr(nccl, "refuses", lambda places, found, shared: None)  # it is told that ranks may share
+    monkeypatch.setattr(nccl, "unconnectable", lambda places, found, shared: None)  # it is told that ranks may share
     yield library
     assert not library.violations
 
