@@ -41,6 +41,10 @@ from aiodist.handles.gil import Hurry
 Ts = TypeVarTuple("Ts")
 
 
+class CallbackFailed(Exception):
+    """Raised by a poller, which is sound, from the error of a callback that the poller has made."""
+
+
 class Alarm:
     """Wakes the progress thread from its sleep."""
 
@@ -145,8 +149,8 @@ class LoopWork(_core.Pacer):
     Writers of its attributes:
 
     - A thread that holds `_lock` writes `pace`, `large`, `at_work`, `threads_waiting` and the tuple of pollers.
-    - A thread that holds the transport lock writes `offloaded`, and takes calls from `inbox`. Any thread appends to
-      `inbox`.
+    - A thread that holds the transport lock writes `offloaded` and `_running_calls`, and takes calls from `inbox`. Any
+      thread appends to `inbox`.
     - Each thread adds and removes its own number in `computing`.
     - `polls` and `last_ran` are hints, since a lost update only delays a check by the progress thread.
 
@@ -186,6 +190,8 @@ class LoopWork(_core.Pacer):
         self.on_broken: list[Callable[[Exception], None]] = []
         """Functions that the loop calls with the error of a removed poller, whose requests never end."""
         self._pollers: tuple[Poller, ...] = ()
+        self._running_calls = 0
+        """Number of calls at the front of the inbox that run now, one inside the other."""
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waking = False
         """True if the loop has been woken for posted calls that have not run yet."""
@@ -341,21 +347,26 @@ class LoopWork(_core.Pacer):
             try:
                 if poller.poll(until if len(pollers) == 1 else 0.0):
                     completed = True
+            except CallbackFailed as failed:
+                self.report("a callback at the end of a transfer failed", failed.__cause__ or failed)
+                completed = True
             except Exception as error:  # noqa: BLE001  - the other pollers continue
                 self._poller_failed(poller, error)
         return completed
 
     def make_calls(self) -> bool:
-        """Make the calls of the inbox. Return True if there were any."""
+        """Make the calls of the inbox, which may call this method too. Return True if there were any."""
         made = False
-        while self.inbox:
+        while len(self.inbox) > self._running_calls:
             made = True
             # A running call stays in the inbox, so that the work counts as pending and the progress thread does not
             # sleep.
+            self._running_calls += 1
             try:
-                self._call(*self.inbox[0])
+                self._call(*self.inbox[self._running_calls - 1])
             finally:
-                self.inbox.popleft()
+                self._running_calls -= 1
+                del self.inbox[self._running_calls]
         return made
 
     def drive(self) -> bool:

@@ -26,6 +26,7 @@ from aiodist._core import KEY_BITS
 from aiodist.errors import BackendError
 from aiodist.handles import Done as Done
 from aiodist.handles.kernel import ours as ours
+from aiodist.handles.polling import CallbackFailed
 from aiodist.streams.memory import dtype_name as dtype_name
 from aiodist.types import REDUCTIONS, ReduceOp
 
@@ -120,7 +121,7 @@ def again(error: E) -> E:
 
 
 def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
-    """Call each `done(error)`, then raise the first exception of these calls."""
+    """Call each `done(error)`, then raise CallbackFailed from the first exception of these calls."""
     raised: Exception | None = None
     for done, error in ended:
         try:
@@ -128,7 +129,7 @@ def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
         except Exception as caught:  # noqa: BLE001  - the others must be called too
             raised = raised or caught
     if raised is not None:
-        raise raised
+        raise CallbackFailed(f"{raised!r}") from raised
 
 
 def started(fn: Callable[[*Ts], T], *args: *Ts) -> concurrent.futures.Future[T]:

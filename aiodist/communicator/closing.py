@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -107,9 +108,12 @@ class OpenCommunicators(Generic[C]):
                 dispatcher.lifetime.abort_everywhere(error)
 
     def broken(self, error: Exception) -> None:
-        """Abort everything on all ranks, since a poller was removed, and operations in flight never end."""
+        """Abort everything on all ranks, since a poller was removed, and operations in flight never end.
+
+        If a rank is lost, the cause is that loss, which aborts the communicators of that rank first.
+        """
         for dispatcher in self.dispatchers:
-            dispatcher.lifetime.abort_everywhere(ours(error))
+            dispatcher.failures.inquire(ours(error), partial(_abort_soon, dispatcher))
 
     def supersede(self, error: CommunicatorAborted) -> None:
         """Raise `error` in all calls from now on, on all ranks, since the ranks continue in another world.
@@ -249,6 +253,11 @@ async def _closed(communicator: Movement, closed: asyncio.Future[None], until: f
     if not closed.done():
         text = f"communicator {communicator.name!r} is still being closed by another task"
         raise OperationTimeout(text, comm=communicator.name, op="aclose")
+
+
+def _abort_soon(dispatcher: Dispatcher, error: BaseException) -> None:
+    assert isinstance(error, AiodistError)  # the loss of a rank, or the error given to the inquiry
+    dispatcher.progress.post(dispatcher.lifetime.abort_everywhere, error)
 
 
 def _release_memory(dispatcher: Dispatcher) -> None:

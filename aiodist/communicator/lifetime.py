@@ -171,6 +171,7 @@ class Lifetime:
 
     def _fail_all(self, error: AiodistError) -> None:
         """End the operations in flight (transport lock held)."""
+        self._progress.make_calls()  # the inbox may still have operations
         for operation in self._operations.in_flight():
             if isinstance(error, PeerError) and self._failures.is_open(operation):
                 continue  # the verdict may be that the ranks differ
@@ -186,17 +187,24 @@ class Lifetime:
         return aborted
 
     def close(self) -> None:
-        """Refuse every later call."""
+        """Refuse every later call, and end the operations that are still in flight."""
         self._watchdog.close()
-        self.unsubscribe()
         if self.refusal is None:
             with self.undisturbed():
                 self.refuse(CommunicatorClosed(f"communicator {self._name!r} is closed", comm=self._name))
+        self.unsubscribe()
 
     def unsubscribe(self) -> None:
-        """Receive no more messages of other ranks."""
+        """Receive no more messages of other ranks. End operations that wait for their verdict."""
         for unsubscribe in self.subscriptions:
             unsubscribe()
+        self._progress.with_lock(self._end_waiting)
+
+    def _end_waiting(self) -> None:
+        """End the operations that an abort has left to the verdict of the ranks (transport lock held)."""
+        if isinstance(why := self.refusal, AiodistError):
+            for operation in self._operations.in_flight():
+                self._settlement.settle(operation, None, operation.verdict or again(why), final=True)
 
     def forked(self) -> None:
         """Refuse calls in a forked child of the process that opened the communicator."""

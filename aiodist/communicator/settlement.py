@@ -62,7 +62,9 @@ class Settlement:
             done = partial(self._called, operation, work.result)
             try:  # in place of `guarded`: a second outcome has no effect
                 work.call[0](*work.call[1:], done)
-            except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the operation
+            except Exception as raised:
+                if operation.state is OperationState.DONE:  # `done` itself has raised
+                    raise
                 done(ours(raised))
         else:
             self.run(operation, carry_out(operation, work))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import aiodist
 from aiodist import (
+    BackendError,
     Communicator,
     CommunicatorAborted,
     CommunicatorClosed,
@@ -25,6 +27,7 @@ from aiodist import (
 from aiodist.communicator import parts_of
 from aiodist.handles import from_source, internals
 from aiodist.testing import kill_rank, run_ranks
+from aiodist.testing.seams.progress import transport_lock
 from aiodist.testing.seams.world import Limits, opened
 
 
@@ -350,3 +353,54 @@ async def test_h7_an_abort_precedes_the_errors_that_follow_from_it(
         with pytest.raises(CommunicatorAborted, match="enough"):
             await ours.recv(src=0)
     await coll.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_h7_a_receive_that_waits_for_the_lock_at_an_abort_frees_its_memory(coll: Communicator) -> None:
+    ours = await coll.dup()
+    await coll.barrier()
+    t = torch.zeros(4)
+    if coll.rank == 0:
+        locked, issued = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with transport_lock:
+                locked.set()
+                issued.wait(9)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        locked.wait()
+        handle = ours.recv(t, src=1)  # another thread has the lock
+        assert parts_of(ours).dispatcher.progress.inbox
+        issued.set()
+        ours.abort("enough")
+        holder.join()
+        with pytest.raises(CommunicatorAborted):
+            await handle
+    assert (await coll.allreduce(t)).tolist() == [0.0] * 4
+
+
+@pytest.mark.ranks(2)
+async def test_h7_a_close_ends_an_operation_whose_verdict_is_open(
+    coll: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer comes, and the close ends the wait for the liveness bound."""
+    ours = await coll.dup()
+    await coll.barrier()
+    if coll.rank == 0:
+        dispatcher = parts_of(ours).dispatcher
+        monkeypatch.setattr(dispatcher.failures, "send", lambda *_: None)
+        handle = ours.allgather_object("x")
+        operation = dispatcher.operations.find(handle)
+        assert operation is not None
+        error = BackendError("the transport failed")
+        dispatcher.progress.with_lock(dispatcher.settlement.settle, operation, None, error)
+        dispatcher.lifetime.abort(PeerLost("rank 1 is lost", lost=1))
+        assert not handle.done()
+        dispatcher.lifetime.close()
+        assert handle.done()
+        with pytest.raises(PeerLost):
+            await handle
+    await coll.barrier()
+    ours.abort("the end")

@@ -14,6 +14,7 @@ import pytest
 
 import aiodist.handles
 from aiodist.handles import Account, Handle, Operation, Origin, Progress, from_future
+from aiodist.handles.polling import CallbackFailed
 from aiodist.streams import HostStream
 from tests.support.hearing import heard
 
@@ -293,3 +294,50 @@ async def test_h7_pollers_that_fail_in_turn_are_given_up(
     assert len(reports) == 2  # once for each
     await until(lambda: not progress.pending())
     assert [poller.polls for poller in pollers] == [1, 1]
+
+
+class _FailingCallback(_Broken):
+    """A sound poller, one of whose callbacks raises."""
+
+    def __len__(self) -> int:
+        return int(self.polls == 0)
+
+    def poll(self, until: float = 0.0) -> bool:
+        self.polls += 1
+        raise CallbackFailed from ValueError("a callback")
+
+
+async def test_h7_a_poller_whose_callback_raises_is_still_polled(
+    reports: list[dict[str, Any]], until: Callable[[Callable[[], object]], Awaitable[None]]
+) -> None:
+    progress = Progress.current()
+    broken: list[Exception] = []
+    progress.on_broken.append(broken.append)
+    poller = _FailingCallback()
+    progress.add_poller(poller)
+    progress.resume_polling()
+    await until(lambda: len(reports) == 1)
+    assert str(reports[0]["exception"]) == "a callback"
+    poller.polls = 0
+    progress.resume_polling()
+    await until(lambda: len(reports) == 2)
+    assert not broken
+    progress.remove_poller(poller)
+
+
+async def test_h7_a_call_that_makes_the_calls_of_the_inbox_runs_once() -> None:
+    progress = Progress.current()
+    calls: list[int] = []
+
+    def first() -> None:
+        calls.append(1)
+        progress.make_calls()
+
+    def both() -> None:
+        progress.inbox.append((first, ()))
+        progress.inbox.append((calls.append, (2,)))
+        progress.make_calls()
+
+    progress.with_lock(both)
+    assert calls == [1, 2]
+    assert not progress.inbox

@@ -87,6 +87,7 @@ ACROSS = {
     "conftest.py": "backends.nccl testing.jobs",
     "core/test_c2_binding.py": "checkpoints.folders checkpoints.writer",
     "docs/test_docs.py": "bench.cli bench.plan",
+    "handles/test_h7_errors.py": "handles.polling",
     "handles/test_h9_buffers.py": "communicator.claims",
     "hosts/conftest.py": "bench.plan bench.records",
     "lifecycle/programs/opening.py": "backends.shm.neighbours",
