@@ -6,7 +6,7 @@ use transports. `Native`, an optional second protocol, has the collectives of a 
 A method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`) and does not
 block. The method calls `done(error)` exactly once, also under the lock, possibly before the method returns. The caller
 keeps the tensors alive until that call. A failure of the network or of another rank raises nothing. An exception of a
-method is the error of that transfer alone, so callers use `guarded`.
+method is the error of that transfer alone.
 """
 
 from __future__ import annotations
@@ -71,27 +71,6 @@ def key_of(number: int) -> int:
 
 class Stopped(Exception):
     """A rank takes no part in an operation that has failed there. That rank reports the cause to the other ranks."""
-
-
-def guarded(done: Done, call: Callable[..., object], *args: object) -> None:
-    """Make `call(*args, done)`, and pass an exception of the call to `done`, at most once.
-
-    Raises an exception that comes after the call of `done`, or from `done` itself.
-    """
-    called = False
-
-    def call_once(error: BaseException | None) -> None:
-        nonlocal called
-        if not called:
-            called = True
-            done(error)
-
-    try:
-        call(*args, call_once)
-    except Exception as error:
-        if called:
-            raise
-        call_once(ours(error))
 
 
 def once(done: Done) -> Done:
