@@ -243,15 +243,8 @@ class Plans:
 
     def _call_in_background(self, call: Transfer, done: Done) -> None:
         """Make `call`, and let only the progress thread poll until the end of the call."""
-        progress = self._dispatcher.progress
-        progress.add_large(1)
-
-        def ended(error: BaseException | None) -> None:
-            progress.add_large(-1)
-            done(error)
-
         start, *args = call
-        start(*args, ended)
+        start(*args, self._dispatcher.progress.counted(done))
 
     def _queue(
         self, queue: Queue, stream: Callable[[], torch.cuda.Stream], t: Tensor, operation: CommunicatorOperation
