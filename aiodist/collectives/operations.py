@@ -54,9 +54,7 @@ async def elementwise(
     ranks. A scan reduces over ranks 0 to this one, and its mean is the mean of these ranks.
     """
     mine = root in (None, p.ep.rank)
-    targets = ts
-    if mine and out is not None:
-        targets = [into(ts[0], out)]
+    targets = [into(ts[0], out)] if mine and out is not None else ts
     if p.ep.size > 1 or p.impl != "auto":
         await p.run([Primitive(kind, flat(target), op=op, root=root or 0) for target in targets])
     return targets if mine else [None] * len(ts)
@@ -94,7 +92,11 @@ async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = No
 
     Sizes may differ.
     """
-    records = await _of_all(p, ts)
+    record = as_tensor(b"".join(map(pack_meta, ts)))
+    gathered = torch.empty(record.numel() * p.ep.size, dtype=torch.uint8, device="cpu")
+    await p.run([Primitive("allgather", record, gathered, counts=[record.numel()] * p.ep.size)])
+    await p.ep.known()
+    records = as_bytes(gathered)
     metas = [unpack_meta(records, META_BYTES * i) for i in range(len(ts) * p.ep.size)]
     data: list[Primitive] = []
     results: list[list[Tensor] | Tensor] = []
@@ -116,15 +118,6 @@ async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = No
             data.append(Primitive("allgather", numbers_of(t), whole, counts=counts))
     await p.afterwards().run(data)
     return results
-
-
-async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
-    """Return the metadata of the tensors of all ranks, in rank order."""
-    record = as_tensor(b"".join(map(pack_meta, ts)))
-    records = torch.empty(record.numel() * p.ep.size, dtype=torch.uint8, device="cpu")
-    await p.run([Primitive("allgather", record, records, counts=[record.numel()] * p.ep.size)])
-    await p.ep.known()
-    return as_bytes(records)
 
 
 async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapping[int, int]) -> dict[int, list[Meta]]:
@@ -330,13 +323,10 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
     await p.run([Primitive("broadcast", frame, root=root)])
     await p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
-    if packed is None:
-        packed = (
-            frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8, device="cpu")
-        )
     if length > room:
+        packed = torch.empty(length, dtype=torch.uint8, device="cpu") if packed is None else packed
         await p.afterwards().run([Primitive("broadcast", packed, root=root)])
-    return packed
+    return frame[_COUNT.size :][:length] if packed is None else packed
 
 
 def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[tuple[int, int]] = ()) -> Tensor:
@@ -486,8 +476,7 @@ async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: i
         total = total.clone()
     for t in ts[1:]:
         combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
-    kind = "allreduce" if root is None else "reduce"
-    await p.run([Primitive(kind, total, op=wire_op(op), root=root or 0)])
+    await p.run([Primitive("allreduce" if root is None else "reduce", total, op=wire_op(op), root=root or 0)])
     if mine:
         from_wire(total, ts[0], op, p.ep.size * len(ts))
     return ts[0]
