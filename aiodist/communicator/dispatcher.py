@@ -103,15 +103,9 @@ class Dispatcher:
         watch, uses = Watch.of(progress, channel), self.names.uses
         self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch, uses)
         self.account = Account(progress.loop, prompt=True, late=self.watchdog.late, details=self.watchdog.details)
+        issuing = Issuing(name) if thread else None
         self.lifetime = Lifetime(
-            place,
-            self.ranks,
-            progress,
-            self.operations,
-            self.settlement,
-            failures,
-            self.watchdog,
-            Issuing(name) if thread else None,
+            place, self.ranks, progress, self.operations, self.settlement, failures, self.watchdog, issuing
         )
         self.lifetime.subscriptions += [failures.close, self.names.unsubscribe]
         self.lifetime.stops += [self.mailbox.abort, self.names.close, self.agreement.close]

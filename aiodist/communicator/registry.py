@@ -212,11 +212,7 @@ class Registry(Generic[C]):
         return self.later(parent, "split", agreed, join)
 
     def later(
-        self,
-        parent: C,
-        kind: str,
-        agreed: Handle[Any],
-        join: Callable[[Any], Coroutine[Any, Any, T]],
+        self, parent: C, kind: str, agreed: Handle[Any], join: Callable[[Any], Coroutine[Any, Any, T]]
     ) -> Handle[T]:
         """Return a handle that a task of the loop settles, since the native calls that make communicators block.
 
