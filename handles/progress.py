@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, ClassVar, Protocol, TypeVar, TypeVarTuple
@@ -322,7 +323,9 @@ class Progress(LoopWork, Quiet):
         """Drop all work in a forked child, which must not touch its parent's transfers."""
         self._pollers = ()
         self.driven.clear()
-        self.inbox.clear()
+        with warnings.catch_warnings():  # the parent runs these programs
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            self.inbox.clear()
         self._hurry = Hurry()
         self._forked = True
         if part(self.loop) and self.owns_thread():
