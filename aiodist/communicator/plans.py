@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from aiodist import _core
 from aiodist.backends.arithmetic import SUPPORTED, check_op
-from aiodist.backends.base import Begin, Done, Wanted, dtype_code, tag_of
+from aiodist.backends.base import Begin, Done, Wanted, dtype_code, once, ours, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.collectives.cuda.queued import Queue, Queued
 from aiodist.collectives.endpoint import Endpoint
@@ -244,7 +244,11 @@ class Plans:
     def _call_in_background(self, call: Transfer, done: Done) -> None:
         """Make `call`, and let only the progress thread poll until the end of the call."""
         start, *args = call
-        start(*args, self._dispatcher.progress.counted(done))
+        ended = once(self._dispatcher.progress.counted(done))
+        try:
+            start(*args, ended)
+        except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the operation
+            ended(ours(raised))
 
     def _queue(
         self, queue: Queue, stream: Callable[[], torch.cuda.Stream], t: Tensor, operation: CommunicatorOperation

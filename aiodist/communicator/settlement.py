@@ -60,7 +60,7 @@ class Settlement:
             if operation.traffic is not None:
                 operation.traffic.native = 1
             done = partial(self._called, operation, work.result)
-            try:  # in place of `guarded`: a second outcome has no effect
+            try:
                 work.call[0](*work.call[1:], done)
             except Exception as raised:
                 if operation.state is OperationState.DONE:  # `done` itself has raised
