@@ -123,6 +123,11 @@ class OpenCommunicators(Generic[C]):
         for communicator in list(self.open):
             parts_of(communicator).dispatcher.lifetime.supersede(error)
 
+    def expect_abort(self) -> None:
+        """Let the reason of an abort that follows precede the errors that other ranks cause by their reaction."""
+        for dispatcher in self.dispatchers:
+            dispatcher.failures.aborting = True
+
     def abort_rest(self, error: AiodistError) -> None:
         """Abort, on this rank, the communicators that are not aborted yet."""
         for dispatcher in self.dispatchers:

@@ -104,8 +104,8 @@ class Failures:
         """Held for each event of the conversations, and while this rank checks if it has issued a number."""
         self._failures: Latest[_Failure] = Latest()
         """Failed operations, by number."""
-        self._aborting = False
-        """True after a rank has notified the others of an abort. Its reason precedes later verdicts."""
+        self.aborting = False
+        """True once a rank notifies the others of an abort. The reason of the abort precedes later verdicts."""
 
     def connect(
         self,
@@ -235,7 +235,7 @@ class Failures:
         rank = self._ranks.index(world_rank)
         self.note_exits()  # first, since the loop may note the exits later
         if fields is None:
-            self._aborting = True
+            self.aborting = True
             self._progress.post(self._abort_here, CommunicatorAborted(sent))
         else:
             self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
@@ -287,7 +287,7 @@ class Failures:
 
     def _soon(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make a call with the transport lock held, after an abort that a rank has requested."""
-        if self._aborting:
+        if self.aborting:
             self._progress.post(self._progress.with_lock, call, *args)
         else:
             self._progress.start_from_thread(call, *args)
@@ -300,7 +300,7 @@ class Failures:
 
     def tell_abort(self, text: str) -> None:
         """Notify every other rank to abort the communicator."""
-        self._aborting = True
+        self.aborting = True
         for rank in range(len(self._ranks)):
             self.send(rank, [0, None, text, None])
 

@@ -184,6 +184,7 @@ async def abort(registry: Registry[Any], channel: Channel, end: End, seconds: fl
 
     With `patient`, let the others leave first: an mpirun kills them as soon as this process ends.
     """
+    registry.members.expect_abort()
     channel.fail(end.cause, end.traceback, end.exitcode)
     with suppress(TimeoutError, AiodistError, RuntimeError, OSError):
         async with asyncio.timeout(seconds):

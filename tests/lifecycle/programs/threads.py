@@ -16,6 +16,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator, Handle
+from aiodist.communicator import parts_of
 from tests.support.blocking import blocked_until, rounds
 from tests.support.programs import say
 
@@ -70,8 +71,16 @@ async def killed(coll: Communicator) -> None:
 
 
 async def interrupted(coll: Communicator) -> None:
-    """Ctrl-C comes while threads wait."""
+    """Ctrl-C comes while threads wait. The other rank leaves before this one has aborted its communicators."""
     threads = await threads_of(coll)
+    channel = parts_of(coll).registry.channel
+    notify = channel.fail
+
+    def notify_early(*args: Any) -> None:
+        notify(*args)
+        time.sleep(0.3)
+
+    channel.fail = notify_early
     for thread in threads:
         thread.start()
     await coll.barrier()
