@@ -170,6 +170,7 @@ class SocketChannel(Channel):
     async def _leave(self, link: Link, pulse: Pulse) -> None:
         pulse.cancel()
         self._closing = True
+        self._roll_call.close()
         self._flush()
         link.close("this rank left")
         await link.wait_closed(_BYE_TIMEOUT)

@@ -110,6 +110,7 @@ class InProcessChannel(Channel):
             if not self._failed:
                 self._hub.leave(Exit(self.rank, clean=True, cause="it closed the channel", exitcode=0))
             self._open = False
+            self._roll_call.close()
             for answer in self._asked:
                 settle(answer, None, self._closed())
 

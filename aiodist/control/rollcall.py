@@ -45,9 +45,13 @@ class RollCall:
         self._numbers = count()
         self._open: dict[int, _Question] = {}
         """Questions without an end, by number."""
+        self._closed = False
 
     def ask(self, missing: set[int], then: Then) -> None:
         """See `Channel.ask_alive`."""
+        if self._closed:
+            then([])
+            return
         number = next(self._numbers)
         timer = self._loop.call_later(LIVENESS_SECONDS, self._end, number)
         self._open[number] = _Question(missing, then, timer)
@@ -71,6 +75,13 @@ class RollCall:
             question.missing -= gone
             if not question.missing or HUB in self._exits or not all(self._exits[rank].clean for rank in gone):
                 self._end(number)
+
+    def close(self) -> None:
+        """End all questions without a missing rank, as the channel closes."""
+        self._closed = True
+        for number, question in list(self._open.items()):
+            question.missing.clear()
+            self._end(number)
 
     def _end(self, number: int) -> None:
         question = self._open.pop(number)

@@ -301,3 +301,11 @@ async def test_a_roll_call_on_a_closed_channel_ends_at_once(channels: Channels) 
     await channels[0].aclose()
     channels[0].ask_alive([1, 2], missing)
     assert await missing.take() == [([],)]
+
+
+async def test_a_close_ends_the_roll_calls_of_a_channel(channels: Channels) -> None:
+    missing = Letters()
+    channels[1].unsubscribe("rollcall")
+    channels[0].ask_alive([1], missing)
+    await channels[0].aclose()
+    assert await missing.take() == [([],)]
