@@ -358,14 +358,18 @@ class Failures:
 
     def _abort(self, number: int, verdict: Verdict) -> None:
         """Abort the communicator, which cannot continue, then end the operation (loop's thread)."""
+        self._abort_here(self._progress.with_lock(self._aborted, number, verdict))
+        self._progress.with_lock(self._end_undrained, number)
+
+    def _aborted(self, number: int, verdict: Verdict) -> AiodistError:
+        """Give the operation its error, and return the error of the communicator."""
         operation = self._issued.operation(number)
         error = self._error(number, verdict, None if operation is None else operation.error)
         if isinstance(error, RemoteError):
             error = CommunicatorAborted(f"rank {verdict.rank}: {verdict.error}", comm=self._name)
         if operation is not None:
             operation.verdict = error
-        self._abort_here(again(error) if isinstance(error, AiodistError) else CommunicatorAborted(_text(error)))
-        self._progress.with_lock(self._end_undrained, number)
+        return again(error) if isinstance(error, AiodistError) else CommunicatorAborted(_text(error))
 
     def _end_undrained(self, number: int) -> None:
         """End an operation with a verdict, even if its messages are not drained."""

@@ -29,7 +29,7 @@ from aiodist.handles import Handle, Progress, internals, listed
 from aiodist.handles.combinators import all_over
 from aiodist.handles.state import plight
 
-_TELL_SECONDS: Final = 2.0
+_REPORT_SECONDS: Final = 2.0
 """Delay of the report of a failed close to the other ranks, in seconds.
 
 Ranks often fail to close at the same time, by equal deadlines or one signal. Each of them should raise its own reason.
@@ -151,7 +151,7 @@ class Lifetime:
             self.abort(error)
             if tell:
                 text = f"rank {self._rank}: {error}"
-                self._progress.loop.call_later(_TELL_SECONDS, self._failures.tell_abort, text)
+                self._progress.loop.call_later(_REPORT_SECONDS, self._failures.tell_abort, text)
 
     def abort(self, error: AiodistError) -> None:
         """Reject pending operations and refuse later calls. Transfers that never end keep their buffers."""
