@@ -1,4 +1,4 @@
-"""Training against a parameter server: clients that say when to push and pull, for any of torch's optimizers."""
+"""Training against a parameter server: clients that push and pull at chosen steps, for any of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class Schedule:
             raise ValueError(f"prefetch={self.prefetch} with tau={self.tau}: expected less than tau")
 
     def integrates(self, step: int) -> bool:
-        """Return whether `step` takes in the centre."""
+        """Return True if `step` integrates the centre."""
         past = step - self.warmup
         return past > 0 and past % self.tau == 0
 
     def pulls(self, step: int) -> bool:
-        """Return whether `step` asks for the centre; with `prefetch` 0 that is the step which integrates."""
+        """Return True if `step` pulls the centre. With `prefetch` 0 the same step integrates the centre."""
         return self.integrates(step + self.prefetch)
 
 
 def elastic_alpha(beta: float, groups: int) -> float:
     """Return the `alpha` of each of `groups` clients that together pull at the centre with `beta`.
 
-    A data-parallel group of ranks is one client, however many ranks it has. Zhang, Choromanska and LeCun (2015) use
-    beta 0.9: `elastic_alpha(0.9, 8)` for 8 workers. Raises ValueError where the result is no `alpha` for `EASGD`.
+    A data-parallel group of any size is one client. Zhang, Choromanska and LeCun (2015) use beta 0.9:
+    `elastic_alpha(0.9, 8)` for 8 workers. Raises ValueError if the result is no `alpha` for `EASGD`.
 
     >>> elastic_alpha(0.9, 3)
     0.3
@@ -71,7 +71,7 @@ def elastic_alpha(beta: float, groups: int) -> float:
 
 
 class Downpour(TrainingClient):
-    """Local steps; every `n_push`-th step what they brought goes to the server, every `n_pull`-th takes the centre in.
+    """Local steps; every `n_push`-th step pushes the change of the weights, every `n_pull`-th integrates the centre.
 
     ```python
     async with Downpour(ps, net, optimizer, n_push=4, n_pull=4) as client:
@@ -81,8 +81,8 @@ class Downpour(TrainingClient):
             await client.step()
     ```
     A push sends the change of the weights since the last one, which the server adds. A pull takes the centre and keeps
-    what was not pushed yet: weights = centre + that. Where a step does both, it pushes first, and the weights are the
-    centre's. A push is not waited for until the next push or pull.
+    the change that was not pushed yet: weights = centre + change. A step that does both pushes first, and the weights
+    become the centre's. A step waits for a push only at the next push or pull.
 
     The change of all workers is added, so with long intervals the centre overshoots: `EASGD` does not. `params`,
     `optimizer`, `group` and `run` are those of EASGD. Cost: the parameters' bytes up in a push, down in a pull; three
@@ -100,24 +100,22 @@ class Downpour(TrainingClient):
         group: Communicator | None = None,
         run: Run | None = None,
     ) -> None:
-        super().__init__(ps, params, group, run)
+        super().__init__(ps, params, optimizer, group, run)
         self._push_every = check_int("n_push", n_push)
         self._pull_every = check_int("n_pull", n_pull)
-        self._train_by(optimizer)
-        self._optimizer = optimizer
         self._sent = like(self._params)
         self._base = like(self._params)
-        """The weights, less the change that was not pushed."""
-        copy_all(self._base, self._params)
+        """Weights without the change that was not pushed."""
+        self._rebase()
 
     async def _step(self, step: int) -> None:
         self._steps = step
-        await self._compute(self._optimizer.step)
+        await self._compute(self._local_step)
         if step % self._push_every == 0:
             await self._settle()
             await self._compute(self._measure)
             self._push(self._keys, self._sent, "add")
-            await self._compute(self._rebase)  # asked for at once: what is pushed is no longer left to push
+            await self._compute(self._rebase)  # without a suspension after the push, which now has the change
         if step % self._pull_every == 0:
             await self._receive()
             await self._compute(self._integrate)
@@ -151,8 +149,8 @@ class AsySGInCon(TrainingClient):
             loss_fn(net(x), y).backward()
             await client.step()
     ```
-    A step sends the gradients, by the rule that each tensor has on the server, and does not wait for them. A parameter
-    without a gradient is left out. Every `n_pull`-th step fetches the weights lock-free: they may mix versions.
+    A step sends the gradients, by the rule of each tensor on the server, and does not wait for them. A parameter
+    without a gradient is skipped. Every `n_pull`-th step fetches the weights lock-free: they may mix versions.
     `params`, `group` and `run` are those of EASGD. Cost: the gradients' bytes up, the parameters' down in a pull, two
     buffers of their size. Lian, Huang, Li and Liu (2015), https://arxiv.org/abs/1506.08272.
     """
@@ -166,10 +164,10 @@ class AsySGInCon(TrainingClient):
         group: Communicator | None = None,
         run: Run | None = None,
     ) -> None:
-        super().__init__(ps, params, group, run)
+        super().__init__(ps, params, None, group, run)
         self._pull_every = check_int("n_pull", n_pull)
         self._gradients = like(self._params)
-        """The next backward may write gradients while these are on their way."""
+        """Copies, since the next backward may write gradients while these are in flight."""
         self._has: list[bool] = []
 
     async def _step(self, step: int) -> None:
@@ -200,23 +198,23 @@ class EASGD(TrainingClient):
             loss_fn(net(x), y).backward()
             await client.step()
     ```
-    An exchange takes the weights for which the gradients were computed, before the optimizer steps: `w` loses
-    `alpha (w - c)` and exactly that is added to the centre (rule "add"), `c` being the centre as pulled. With
-    `prefetch` that was asked for so many steps earlier; the first `warmup` steps are the client's own (see `Schedule`).
-    A push is not waited for until the next exchange. What training found is the centre.
+    An exchange takes the weights of the current gradients, before the optimizer steps: `w` loses `alpha (w - c)`, and
+    the same is added to the centre (rule "add"); `c` is the pulled centre. The pull begins `prefetch` steps
+    earlier, and the first `warmup` steps are local (see `Schedule`). A step waits for a push only at the next
+    exchange. The result of the training is the centre.
 
     `params` are a module or parameters registered with `ps`, or a dict of parameters by the server's names. `optimizer`
-    is any of torch's without a closure. `group` is the communicator of a data-parallel group with equal weights: its
-    rank 0 talks to the server, once for all, and broadcasts; `alpha` counts groups (`elastic_alpha`). `run` says where
-    to compute, such as the `run` of a DataParallel; else it is done at once, in the loop's thread.
+    is any of torch's without a closure. `group` is the communicator of a data-parallel group with equal weights: only
+    its rank 0 calls the server, and broadcasts; `alpha` counts groups (`elastic_alpha`). `run` runs the computation,
+    such as the `run` of a DataParallel; by default the loop's thread computes.
 
     On f = x^2/2 with learning rate eta, one client at a time, it is stable for `alpha` up to (4-2 eta)/(4-eta). Raises
-    ValueError for `alpha` outside (0, 1], for an optimizer of other parameters and what `Schedule` raises. Cost of an
+    ValueError for `alpha` outside (0, 1], for an optimizer of other parameters, and as `Schedule`. Cost of an
     exchange: the parameters' bytes down and up, two buffers of their size. Zhang, Choromanska and LeCun (2015),
     https://arxiv.org/abs/1412.6651; warm-up and prefetch as in TorchMPI.
     """
 
-    def __init__(  # noqa: PLR0913 - one for each knob
+    def __init__(  # noqa: PLR0913 - each is a choice of the user
         self,
         ps: Centre,
         params: Parameters,
@@ -229,12 +227,10 @@ class EASGD(TrainingClient):
         group: Communicator | None = None,
         run: Run | None = None,
     ) -> None:
-        super().__init__(ps, params, group, run)
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha={alpha}: expected more than 0 and at most 1")
         self.schedule = Schedule(tau, warmup, prefetch)
-        self._train_by(optimizer)
-        self._optimizer = optimizer
+        super().__init__(ps, params, optimizer, group, run)
         self._alpha = alpha
         self._own = self._params
         """The weights that take part in an exchange."""
@@ -242,7 +238,7 @@ class EASGD(TrainingClient):
 
     async def _step(self, step: int) -> None:
         if self.schedule.pulls(step):
-            self._ask()
+            self._pull()
         exchanges = self.schedule.integrates(step)
         if exchanges:
             await self._receive()
@@ -257,35 +253,32 @@ class EASGD(TrainingClient):
                 torch.sub(w, c, out=moved).mul_(self._alpha)
 
     def _exchange_and_step(self) -> None:
-        self._give_way(self._params)
+        self._move(self._own)
         self._local_step()
 
-    def _give_way(self, weights: Sequence[Tensor]) -> None:
-        """Move weights by what the centre moves, the other way."""
+    def _move(self, weights: Sequence[Tensor]) -> None:
+        """Move `weights` by as much as the centre, in the opposite direction."""
         with torch.no_grad():
             for w, moved in zip(weights, self._moved, strict=True):
                 w.sub_(moved)
 
-    def _local_step(self) -> None:
-        self._optimizer.step()
-
 
 class EAMSGD(EASGD):
-    """EASGD with Nesterov's momentum on the local step, which any optimizer may make.
+    """EASGD with Nesterov's momentum on the local step of any optimizer.
 
     The method (algorithm 2 of the paper) has weights x and a velocity v; it takes the gradient at x + delta v, where
     delta is `momentum`:
 
         v' = delta v + u(x + delta v),  x' = x + v'
 
-    with u(y) the move that the optimizer makes at y (for SGD: -eta times the gradient there). Your loop computes
-    gradients at what the parameters hold, so they hold the point ahead, y = x + delta v. The optimizer then moves them
-    to y + u = x + delta v + u = x + v', which is x'; how far that lies from x is v'. So x alone is kept beside the
+    with u(y) the move of the optimizer at y (for SGD: -eta times the gradient there). Your loop computes gradients at
+    the parameters, so the parameters hold the point ahead, y = x + delta v. The optimizer then moves them to
+    y + u = x + delta v + u = x + v' = x', and v' is the distance from x. So only x is kept in addition to the
     parameters, and a step is: optimizer, v' = y - x, x = y, y += delta v'. An exchange moves x and y alike, by
-    `alpha` (x - c), and leaves v alone. With `momentum` 0 it is EASGD.
+    `alpha` (x - c), and does not change v. With `momentum` 0 it is EASGD.
 
-    Between steps the parameters hold the point ahead: `with client.weights():` has them hold x, as they do after the
-    client was closed. Give the optimizer itself no momentum. The other arguments are those of EASGD.
+    Between steps the parameters hold the point ahead: `with client.weights():` makes them hold x, as does closing the
+    client. Use an optimizer without momentum. The other arguments are those of EASGD.
     """
 
     def __init__(
@@ -297,7 +290,7 @@ class EAMSGD(EASGD):
         momentum: float = 0.9,
         **settings: Any,  # noqa: ANN401
     ) -> None:
-        """Raise ValueError unless `momentum` lies in [0, 1), and what EASGD raises."""
+        """Raise ValueError unless 0 <= `momentum` < 1, and as EASGD."""
         super().__init__(ps, params, optimizer, **settings)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum}: expected at least 0 and less than 1")
@@ -307,7 +300,7 @@ class EAMSGD(EASGD):
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Have the parameters hold this client's weights x; outside they hold the point ahead, x + delta v."""
+        """Let the parameters hold this client's weights x in the block. Outside they hold x + delta v."""
         ahead = [p.detach().clone() for p in self._params]
         copy_all(self._params, self._own)
         try:
@@ -323,7 +316,7 @@ class EAMSGD(EASGD):
         copy_all(self._params, self._own)
 
     def _exchange_and_step(self) -> None:
-        self._give_way(self._own)
+        self._move(self._params)
         super()._exchange_and_step()
 
     def _local_step(self) -> None:
