@@ -1,4 +1,4 @@
-"""What a checkpoint has of shards and of residuals: on the way to a file, and memory that was read from one."""
+"""Shards in checkpoints: their values on the way to a file, and memory that was read from one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from aiodist.ps.table_shard import TableShard
 KIND = "ParameterServer"
 """Kind of the only part of a checkpoint."""
 _NAME = "net/tensors/"
-"""What files call the values of tensors, with their names behind."""
+"""Prefix of the names of tensors in files."""
 _Tensors = Sequence[tuple[int, str, Sequence[tuple[int, int, int]]]]
 
 
 @dataclass
 class Captured:
-    """A shard as it was at one version: what the manifest says of it, values as JSON, and what its file has."""
+    """A shard at one version: its description in the manifest, as JSON, and its elements in the file."""
 
     said: dict[str, Json]
     written: list[Written] = field(default_factory=list)
     over: Callable[[], object] | None = None
-    """Called, once, when nobody looks any more at memory that is lent."""
+    """Called once, when the lent memory is no longer read."""
 
     def release(self) -> None:
         over, self.over = self.over, None
@@ -45,7 +45,7 @@ class Captured:
             over()
 
     def add(self, name: str, t: Tensor, shape: tuple[int, ...] | None = None, start: int = 0) -> None:
-        """Have the elements of a tensor written that begin at `start`; without a shape it is whole."""
+        """Add `t` to the file: the elements from `start` on of a tensor of that shape, or a whole tensor."""
         entry = TensorEntry(
             name, name_in_files(t.dtype, name), tuple(t.shape) if shape is None else shape, start, t.numel()
         )
@@ -53,7 +53,7 @@ class Captured:
 
 
 def capture(shard: Shard, context: Context) -> Captured:
-    """Return what a shard has, lent or else in copies; nothing changes it meanwhile. In any thread."""
+    """Return the shard's values, lent if possible, otherwise copied; in any thread, while nothing changes the shard."""
     leads = shard.machine is not None
     said: dict[str, Json] = {
         "name": shard.name,
@@ -92,32 +92,33 @@ def capture(shard: Shard, context: Context) -> Captured:
 
 
 def tensors_in(said: Iterable[Sequence[dict[str, Json]]]) -> Json:
-    """Return the value by which a manifest describes all tensors, of what ranks said of their shards."""
-    tensors: dict[str, dict[str, Json]] = {}
+    """Return the manifest's description of all tensors, from the ranks' descriptions of their shards."""
+    shards = [shard for each in said for shard in each]
     rows: dict[str, list[Json]] = {}
-    for one in (one for each in said for one in each):
-        rows.setdefault(one["name"], []).extend(one["rows"])
-        if one["leads"]:
-            tensors[one["name"]] = one
-    described = {
-        name: {
-            "map": {key: one[key] for key in ("version", "object", "table", "marks")}
-            | {"states": {"map": one["states"]}, "rows": rows[name]}
+    for shard in shards:
+        rows.setdefault(shard["name"], []).extend(shard["rows"])
+    tensors = {
+        shard["name"]: {
+            "map": {key: shard[key] for key in ("version", "object", "table", "marks")}
+            | {"states": {"map": shard["states"]}, "rows": rows[shard["name"]]}
         }
-        for name, one in tensors.items()
+        for shard in shards
+        if shard["leads"]
     }
-    return {"map": {"tensors": {"map": described}}}
+    return {"map": {"tensors": {"map": tensors}}}
 
 
 def described(state: Json) -> dict[str, Json]:
+    """Return the descriptions of all tensors in a manifest, by name."""
     found: dict[str, Json] = state["map"]["tensors"]["map"]
     return found
 
 
 def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> Restored:
-    """Return what a checkpoint has for a shard, in memory of its own. In any thread.
+    """Return a shard's values in a checkpoint, in new memory; in any thread.
 
-    Raises MismatchError where names or what they mean are not those of the shards, CheckpointDamaged as `reader`.
+    Raises MismatchError if the checkpoint has other names, shapes, dtypes, rules or tables, CheckpointDamaged as
+    `reader`.
     """
     kinds = [part.get("kind", UNKNOWN) for part in reader.manifest.parts]
     if kinds not in ([KIND], [UNKNOWN]):
@@ -127,8 +128,8 @@ def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> 
     if names != tensors.keys():
         for text, missing in (("has no", names - tensors.keys()), ("has a", tensors.keys() - names)):
             if missing:
-                told = f"expected {_listed(names)}, which ranks have init()ed; it has {_listed(tensors)}"
-                raise MismatchError(f"{reader.folder} {text} {min(missing)!r}: {told}")
+                names_of_both = f"expected {_listed(names)}, as passed to init(); the checkpoint has {_listed(tensors)}"
+                raise MismatchError(f"{reader.folder} {text} {min(missing)!r}: {names_of_both}")
     said = tensors[shard.name]["map"]
     table = shard if isinstance(shard, TableShard) else None
     _check(reader, f"the table {shard.name!r}", said["table"], table and str(table.spec))
@@ -164,7 +165,7 @@ def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> 
 
 
 def moved(shard: Shard, context: Context, uids: Sequence[str]) -> Restored:
-    """Return what a shard of another communicator has, where clients were `uids`, for one with the same block here."""
+    """Return the values of a shard of the last communicator, whose clients were `uids`, for the same block here."""
     marks = {uids[client]: number for client, number in shard.marks.items()}
     if isinstance(shard, TableShard):
         return Restored(shard.version, shard.data, store=shard.store, marks=marks)

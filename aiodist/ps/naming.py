@@ -13,17 +13,15 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES, Done, dtype_name
 from aiodist.codecs import ObjectCodec
-from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program, together, transfer, transfers
 from aiodist.ps.names import NameEntry, Names, check_settings, checked, listed
 from aiodist.ps.optimizers import OptimizerRule
-from aiodist.ps.rebinding import Rebinding
 from aiodist.ps.row_store import optimizer_of
 from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform, initial_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import STARTS, ReadMode, Roles, RuleLike, Settings, Span, Start, one_of, place, spread
+from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Settings, Span, Start, one_of, place, spread
 from aiodist.ps.table import Table
 from aiodist.streams.memory import flat
 from aiodist.types import check_timeout, settings_text
@@ -94,7 +92,7 @@ class Naming:
         staged = [self._session.context.staged(flat(value)) for value in given]
         check_timeout(timeout)
         self._names.announce(names)
-        return self._session.run("init", partial(_each, self._opening, fresh, staged), timeout)
+        return self._session.run("init", partial(each, self._opening, fresh, staged), timeout)
 
     def _new(
         self,
@@ -236,22 +234,6 @@ class Naming:
             entry.spans = place(name, prod(entry.shape), entry.dtype.itemsize, servers, self._settings.split_bytes)
         return entry
 
-    async def _rebind(self, coll: Communicator, roles: Roles | None) -> None:
-        session = self._session
-        session.check_loop()
-        entries = [self._names[name] for name in self._names.names]
-        rebinding = Rebinding(session, entries)
-        self._prefetched.clear()
-        members = await session.rebind(coll, roles)
-        try:
-            folder = await rebinding.find(members)
-            placed = [self._placed(entry) for entry in entries]
-            await session.run("rebind", partial(_each, self._opened, placed, [(None,)] * len(placed)), None)
-            await rebinding.restore(folder, members)
-        except BaseException as error:
-            session.abort_everywhere(error)
-            raise
-
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.
 
@@ -263,7 +245,7 @@ class Naming:
         for entry in entries:
             self._names.remove(entry)
             self._prefetched.pop(entry.name, None)
-        return self._session.run("free", partial(_each, self._freeing, entries, [()] * len(entries)), timeout)
+        return self._session.run("free", partial(each, self._freeing, entries, [()] * len(entries)), timeout)
 
     async def _freeing(self, entry: NameEntry) -> None:
         try:
@@ -286,10 +268,10 @@ class Naming:
         for entry in entries:
             check_settings(entry, settings)
         given = [(settings,)] * len(entries)
-        return self._session.run("configure", partial(_each, self._session.client.configuring, entries, given), timeout)
+        return self._session.run("configure", partial(each, self._session.client.configuring, entries, given), timeout)
 
 
-async def _each(
+async def each(
     work: Callable[..., Program[None]], entries: Sequence[NameEntry], given: Sequence[Sequence[Any]]
 ) -> None:
     """Run `work` for each entry, with the rest of its arguments, to its end; then raise the first error."""

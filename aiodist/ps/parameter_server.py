@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Operation, join
-from aiodist.handles.calls import located
 from aiodist.ps.context import ParameterServerStatistics
+from aiodist.ps.durability import Durability
 from aiodist.ps.embedding import BackwardPushes
 from aiodist.ps.names import NameEntry, Pushed, check_apart, check_version, named, outs_of, pushed_of
-from aiodist.ps.naming import Naming
-from aiodist.ps.rebinding import join as joined
 from aiodist.ps.requests import PullPart, UserCall
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import (
@@ -40,10 +35,9 @@ from aiodist.ps.settings import (
 )
 from aiodist.ps.wire import Reads
 from aiodist.streams.memory import flat
-from aiodist.types import renamed
 
 
-class ParameterServer(Naming):
+class ParameterServer(Durability):
     """Tensors by name, in shards on servers: workers push to them and pull from them.
 
     Every rank of `coll` opens it as a block, with the same arguments; it uses a communicator of its own. Servers hold
@@ -132,7 +126,7 @@ class ParameterServer(Naming):
         self._tensors = named(tensors)
 
     async def __aenter__(self) -> Self:
-        await self._session.open(self._begin, partial(joined, self._session))
+        await self._session.open(self._begin, self._join)
         return self
 
     async def __aexit__(
@@ -417,103 +411,6 @@ class ParameterServer(Naming):
         self._session.check()
         self._session.check_worker("barrier()")
         return self._session.run("barrier", self._session.client.meeting, timeout)
-
-    # --- checkpoints -------------------------------------------------------------------------------------------
-
-    @renamed(keep="keep_last")
-    def save(
-        self, path: str | os.PathLike[str], *, keep_last: int | None = None, timeout: float | None = None
-    ) -> Handle[Path]:
-        """Write a checkpoint of all tensors on the servers, while pushes continue.
-
-        One rank calls it; all ranks see `path`. Each tensor is saved between two steps, the same two on all of its
-        shards, with the state of its rules and its version; so are the rows of tables, objects, and the residuals of
-        each worker's codecs. The format is that of `aiodist.save`, with a file for each server; the folder is renamed
-        when everything is on the disk. Saves and loads are done one after the other.
-
-        Args:
-            path: the folder of the checkpoints; each has a folder of its own in it.
-            keep_last: number of checkpoints to keep in `path`; None keeps all.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
-
-        Returns:
-            The checkpoint's own folder.
-
-        Raises:
-            ValueError: for a wrong `keep_last`.
-            RemoteError: on await, for an error on a server, such as OSError. Older checkpoints stay.
-            PeerLost: on await, if a server is lost.
-            KeyError: on await, if a tensor was freed meanwhile.
-
-        Example:
-            ```python
-            folder = await ps.save("runs/ps", keep_last=2)
-            ```
-
-        Cost: on each server a thread that writes, and a copy of each tensor that is pushed to before it is written.
-        """
-        self._session.check()
-        check_keep(keep_last)
-        said = {"path": os.path.abspath(Path(path)), "keep": keep_last}
-        return self._session.run("save", partial(self._folder, "save", said), timeout)
-
-    def load(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Handle[Path]:
-        """Restore a checkpoint on the servers, of any number of servers.
-
-        One rank calls it, after all names that were saved are initialized. Tensors of ranks change when they pull.
-        Every byte is compared with its checksum before anything is changed. Worker r gets the residuals that worker r
-        had.
-
-        Args:
-            path: a checkpoint's own folder; or a folder of several: the newest sound one is loaded.
-            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
-
-        Returns:
-            The checkpoint's own folder.
-
-        Raises:
-            CheckpointDamaged: on await, if none is sound; it names the place.
-            MismatchError: on await, for other names, shapes, dtypes, rules or tables; nothing was changed.
-            RemoteError: on await, if there is no checkpoint.
-
-        Example:
-            ```python
-            await ps.save("runs/ps")
-            await ps.load("runs/ps")
-            await ps.pull(net)
-            ```
-
-        Cost: each server reads what it needs into new memory, and all together the rest.
-        """
-        self._session.check()
-        said = {"path": os.path.abspath(Path(path)), "again": False}
-        return self._session.run("load", partial(self._folder, "load", said), timeout)
-
-    async def _folder(self, op: str, said: dict[str, Any]) -> Path:
-        """Ask the first server, and return the folder that it names."""
-        return Path((await self._session.client.call(self.servers[0], op, **said))["folder"])
-
-    @located
-    async def rebind(
-        self, coll: Communicator, *, servers: int | Sequence[int] | None = None, workers: Sequence[int] | None = None
-    ) -> None:
-        """Continue on another communicator, such as `await coll.shrink()` or `await coll.grow(n)` returns.
-
-        All its ranks take part: those of before call this, new ones open a `ParameterServer` on it with the same
-        settings. `servers` and `workers` are those of the constructor. If you give neither, and all ranks served, all
-        ranks of `coll` serve; otherwise the servers that are left serve, and the workers that are left and the new
-        ranks work.
-
-        If every server is there, in its place, the servers keep their tensors. Otherwise all restore the last
-        checkpoint of `save`, and workers repeat the pushes after it: each push counts once, also one whose await raised
-        PeerLost or CommunicatorAborted. Pushes that were known to be applied keep their order; later pushes of a lost
-        rank are lost. This needs `checkpoints=True`; without it a push in flight may be lost, so meet at a `barrier`
-        before. Other calls in flight raise CommunicatorAborted; pull again.
-
-        Raises PeerLost if servers are missing, or their shards are at different versions, and there is no checkpoint;
-        ValueError if no server is left; what `load` raises; MismatchError for other settings.
-        """
-        await self._rebind(coll, None if servers is None and workers is None else roles_of(coll, servers, workers))
 
     # --- how it is done ----------------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
-"""Checkpoints of a parameter server, taken and given back while pushes go on.
+"""A server's part of checkpoints, which are taken and restored while pushes continue.
 
-A rank asks the first server, which does one after the other. To save, the leader of each tensor puts an order between
-two steps, at which every shard copies itself; then each rank writes its file, and the first server the manifest. To
-load, all ranks read and compare first; then an order has every shard take the memory that was read for it.
+The first server does one save or load after the other. For a save, the leader of each tensor puts an order between two
+steps, at which every shard captures its values. Then each rank writes its file, and the first server the manifest. For
+a load, all ranks read and compare first. Then an order lets every shard take the memory that was read.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,31 +35,32 @@ if TYPE_CHECKING:
     from aiodist.ps.shard import Shard, Shards
 
 _Said = dict[str, Any]
+_Work = Callable[[_Said], Program[_Said]]
 _Tensors = list[tuple[int, str, list[tuple[int, int, int]]]]
-"""Of each tensor its key, its name and its spans, as JSON."""
+"""Key, name and spans of each tensor, as JSON."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """One save or load on this rank; all know it by the number that the first server has given it."""
+    """One save or load on this rank. All ranks know its number, which the first server chooses."""
 
     captured: dict[int, Captured] = field(default_factory=dict)
-    """Of a save, by key."""
+    """Shards of a save, by key."""
     restored: dict[int, Restored] = field(default_factory=dict)
-    """Of a load, by key."""
+    """Shards of a load, by key."""
     residuals: list[tuple[int, Sequence[tuple[int, int, int]], Tensor]] = field(default_factory=list)
-    """Of a load: the key and the spans of a tensor, and what this worker has left out of it."""
+    """Key, spans and residual of each tensor, for a load on a worker."""
     keys: dict[int, str] = field(default_factory=dict)
-    """The shards of this server that are meant, with their names."""
-    come: set[int] = field(default_factory=set)
-    """Those that have come to the order."""
+    """Names of this server's shards that take part, by key."""
+    reached: set[int] = field(default_factory=set)
+    """Keys of shards that have reached the order."""
     error: BaseException | None = None
-    then: Callable[[BaseException | None], object] | None = None
-    """Called once all have come, or one never will."""
+    done: Callable[[BaseException | None], object] | None = None
+    """Called when every shard has reached the order, or one of them never will."""
 
 
 class ServerSaving:
-    """One rank's part; every method runs with the transport lock held, unless it says otherwise."""
+    """One rank's part; every method runs with the transport lock held, unless its docstring names a thread."""
 
     def __init__(self, context: Context, answers: Answers, shards: Shards, client: Client) -> None:
         self._context = context
@@ -68,16 +69,14 @@ class ServerSaving:
         self._client = client
         self._files = Service(context.progress, f"aiodist-ps-files-{context.name}", lambda: context.coalescer.flush())
         self._turns: dict[int, _Turn] = {}
-        self.before: dict[str, Shard] = {}
-        """What this rank had, by name, over the communicator before; there `uids_before` were the names of clients."""
-        self.uids_before: Sequence[str] = ()
-        self._asked: deque[Callable[[], Program[None]]] = deque()
+        self._before: Mapping[str, Shard] = {}
+        self._uids_before: Sequence[str] = ()
+        self._asked: deque[tuple[_Work, int, _Said]] = deque()
+        """Saves and loads that the first server has not finished."""
         self.calls: dict[str, Callable[[int, _Said], object]] = {
-            "save": partial(self._queue, self._saving),
-            "load": partial(self._queue, self._loading),
-            "led": lambda client, call: self._answers.answer(
-                client, call["n"], tensors=[(shard.key, shard.name, shard.spans) for shard in self._shards.led()]
-            ),
+            "save": partial(self._queue, self._save),
+            "load": partial(self._queue, self._load),
+            "led": self._led,
             "write": partial(self._begin, self._write),
             "read": partial(self._begin, self._read),
             "take": partial(self._begin, self._take),
@@ -85,67 +84,43 @@ class ServerSaving:
             "saved": self._saved,
         }
 
+    def keep(self, shards: Mapping[str, Shard], uids: Sequence[str]) -> None:
+        """Keep this rank's shards of the last communicator, by name, and its clients' uids, for a load of them."""
+        self._before, self._uids_before = shards, uids
+
     def close(self) -> None:
         self._files.close()
 
-    async def _answering(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
-        """Answer a call with what its program returns, or with why it failed."""
+    async def _answer(self, what: _Work, client: int, call: _Said) -> None:
+        """Answer a call with the result of its program, or with the error."""
         try:
             self._answers.answer(client, call["n"], **(await what(call)))
         except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
             self._answers.fail(client, call["n"], error)
 
-    def _begin(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
-        run(self._answering(what, client, call), lambda *_: None)
+    def _begin(self, what: _Work, client: int, call: _Said) -> None:
+        run(self._answer(what, client, call), lambda *_: None)
 
     async def _on_disk(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Return what `work` does in the thread for files."""
+        """Return the result of `work`, which runs in the thread for files."""
         found: list[Any] = []
         await transfer(self._files.run, lambda: found.append(work()))
         return found[0]
 
-    # --- the first server: one after the other ------------------------------------------------------------------------
+    # --- the first server --------------------------------------------------------------------------------------
 
-    def _queue(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
-        self._asked.append(partial(self._answering, what, client, call))
+    def _queue(self, what: _Work, client: int, call: _Said) -> None:
+        self._asked.append((what, client, call))
         if len(self._asked) == 1:
-            self._next()
+            run(self._one_by_one())
 
-    def _next(self) -> None:
-        def finish(_: object, error: BaseException | None) -> None:
+    async def _one_by_one(self) -> None:
+        while self._asked:
+            await self._answer(*self._asked[0])
             self._asked.popleft()
             self._context.coalescer.flush()
-            if self._asked:
-                self._next()
 
-        run(self._asked[0](), finish)
-
-    async def _ask(self, ranks: Sequence[int], op: str, **said: Any) -> list[_Said]:  # noqa: ANN401
-        """Ask ranks; return what each answers. Each is told too where it is among them."""
-        answers: list[list[_Said]] = [[] for _ in ranks]
-        await transfers(
-            [
-                self._client.asking(rank, answers[at], op, at=at, size=len(ranks), **said)
-                for at, rank in enumerate(ranks)
-            ]
-        )
-        return [answer[0] for answer in answers]
-
-    def _ranks(self) -> list[int]:
-        """Return who has anything: servers, and workers where codes leave residuals."""
-        workers = self._context.workers if self._context.codec is not None else ()
-        return sorted({*self._context.servers, *(rank for rank in workers if rank not in self._context.gone)})
-
-    async def _new_turn(self) -> tuple[int, _Tensors]:
-        """Return the number of a turn, and all tensors that there are."""
-        led = await self._ask(self._context.servers, "led")
-        return self._client.queue.number(), [tensor for each in led for tensor in each["tensors"]]
-
-    def _end(self, turn: int) -> None:
-        for rank in self._ranks():
-            self._client.say(rank, {"op": "end_turn", "turn": turn})
-
-    async def _saving(self, call: _Said) -> _Said:
+    async def _save(self, call: _Said) -> _Said:
         path = Path(call["path"])
         number = await self._on_disk(partial(folders.begin, path))
         turn, tensors = await self._new_turn()
@@ -158,7 +133,7 @@ class ServerSaving:
             ]
             parts = [{"kind": KIND, "state": tensors_in([each["said"] for each in found])}]
             folder = await self._on_disk(partial(commit, path, number, written, parts, None))
-            self._tell_saved(folder, {n: of["map"]["marks"]["map"] for n, of in described(parts[0]["state"]).items()})
+            self._say_saved(folder, {n: of["map"]["marks"]["map"] for n, of in described(parts[0]["state"]).items()})
             if call["keep"] is not None:
                 await self._on_disk(partial(folders.remove_old, path, call["keep"]))
         except BaseException:
@@ -168,30 +143,21 @@ class ServerSaving:
             self._end(turn)
         return {"folder": str(folder)}
 
-    def _tell_saved(self, folder: str, marks: dict[str, dict[str, int]] | None) -> None:
-        """Have all ranks know the last checkpoint, with each tensor's marks; None: what was pushed since is void."""
-        for rank in range(len(self._context.world_ranks)):
-            self._client.say(rank, {"op": "saved", "folder": str(folder), "marks": marks})
+    async def _load(self, call: _Said) -> _Said:
+        """Restore the newest sound checkpoint in a folder.
 
-    def _saved(self, client: int, call: _Said) -> None:
-        count, _ = self._context.saved or (0, "")
-        self._context.saved = (count + 1, call["folder"])
-        log, uid = self._context.log, self._context.uids[self._context.rank]
-        if log is not None and call["marks"] is None:
-            log.clear()
-        elif log is not None:
-            log.saved({name: marks.get(uid, 0) for name, marks in call["marks"].items()})
-
-    async def _loading(self, call: _Said) -> _Said:
+        With `again`, servers restart from their last checkpoint: an older one lacks pushes that no log has any more.
+        Without a path they take their shards of the last communicator.
+        """
         damages: list[str] = []
-        if call["path"] is None:  # what servers had over the communicator before
+        if call["path"] is None:
             candidates = [None]
         else:
             path = Path(call["path"])
             if call["again"] and not await self._on_disk(path.exists):  # replaced by a newer one
                 path = path.parent
             candidates = await self._on_disk(partial(folders.candidates, path))
-            if call["again"]:  # what is older lacks pushes that nobody has any more
+            if call["again"]:
                 candidates = candidates[:1]
         for folder in candidates:
             turn, tensors = await self._new_turn()
@@ -203,57 +169,59 @@ class ServerSaving:
                 damages.append(str(error))
             else:
                 if not call["again"]:
-                    self._tell_saved(str(folder), None)
+                    self._say_saved(str(folder), None)
                 return {"folder": str(folder)}
             finally:
                 self._end(turn)
         raise of_all(damages)
 
-    # --- every server -------------------------------------------------------------------------------------------------
+    async def _new_turn(self) -> tuple[int, _Tensors]:
+        """Return the number of a new turn, and all tensors of the parameter server."""
+        led = await self._ask(self._context.servers, "led")
+        return self._client.queue.number(), [tensor for each in led for tensor in each["tensors"]]
 
-    def _order(self, kind: OrderKind, number: int, then: Callable[[BaseException | None], None]) -> None:
-        """Order this of the tensors that are led here; then wait until all shards that are meant have come to it."""
-        turn = self._turns[number]
-        turn.then = then
-        for shard in self._shards.led():
-            if shard.key in turn.keys:
-                restored = turn.restored.get(shard.key)
-                shard.turn(kind, number, 0 if restored is None else restored.version)
-        self._go_on(turn)
+    def _end(self, turn: int) -> None:
+        for rank in self._ranks():
+            self._client.say(rank, {"op": "end_turn", "turn": turn})
 
-    def at(self, shard: Shard, order: Order) -> None:
-        """A shard has come to the order of a save or a load."""
-        turn = self._turns.setdefault(order.version, _Turn())
+    async def _ask(self, ranks: Sequence[int], op: str, **said: Any) -> list[_Said]:  # noqa: ANN401
+        """Ask ranks, with the place of each among them, and return their answers."""
+        answers: list[list[_Said]] = [[] for _ in ranks]
+        await transfers(
+            [
+                self._client.asking(rank, answers[at], op, at=at, size=len(ranks), **said)
+                for at, rank in enumerate(ranks)
+            ]
+        )
+        return [answer[0] for answer in answers]
 
-        def over(error: BaseException | None) -> None:
-            turn.error = turn.error or error
-            turn.come.add(shard.key)
-            self._go_on(turn)
+    def _ranks(self) -> list[int]:
+        """Return the ranks with a file: servers, and workers if codes leave residuals."""
+        workers = self._context.workers if self._context.codec is not None else ()
+        return sorted({*self._context.servers, *(rank for rank in workers if rank not in self._context.gone)})
 
-        if order.kind == OrderKind.SAVE:
-            shard.work(lambda: turn.captured.update({shard.key: capture(shard, self._context)}), over)
-        else:
-            shard.take(turn.restored.pop(shard.key))
-            over(None)
+    def _say_saved(self, folder: str, marks: dict[str, dict[str, int]] | None) -> None:
+        """Report a checkpoint to all ranks, with each tensor's marks; after a load without: logged pushes are void."""
+        for rank in range(len(self._context.world_ranks)):
+            self._client.say(rank, {"op": "saved", "folder": str(folder), "marks": marks})
 
-    def check(self) -> None:
-        for turn in list(self._turns.values()):
-            self._go_on(turn)
+    # --- every rank ----------------------------------------------------------------------------------------------
 
-    def _go_on(self, turn: _Turn) -> None:
-        if turn.then is None:
-            return
-        for key, name in turn.keys.items():
-            if key not in turn.come:
-                shard = self._shards.get(key)
-                if shard is not None and shard.refusal is None:
-                    return  # it comes
-                turn.error = turn.error or (Freed(f"{name!r} was freed") if shard is None else shard.refusal)
-        then, turn.then = turn.then, None
-        then(turn.error)
+    def _led(self, client: int, call: _Said) -> None:
+        led = [(shard.key, shard.name, shard.spans) for shard in self._shards.led()]
+        self._answers.answer(client, call["n"], tensors=led)
+
+    def _saved(self, client: int, call: _Said) -> None:
+        count, _ = self._context.saved or (0, "")
+        self._context.saved = (count + 1, call["folder"])
+        log, uid = self._context.log, self._context.uids[self._context.rank]
+        if log is not None and call["marks"] is None:
+            log.clear()
+        elif log is not None:
+            log.saved({name: marks.get(uid, 0) for name, marks in call["marks"].items()})
 
     async def _write(self, call: _Said) -> _Said:
-        """Copy what this rank has, shards between two steps, and write its file."""
+        """Capture this rank's shards, each between two steps, and its residuals, and write the file."""
         turn = self._turns.setdefault(call["turn"], _Turn())
         rank = self._context.rank
         turn.keys = {key: name for key, name, spans in call["tensors"] if any(rank == span[0] for span in spans)}
@@ -266,7 +234,7 @@ class ServerSaving:
 
         try:
             await transfer(self._order, OrderKind.SAVE, call["turn"])
-            await transfer(self._context.service.run, copy_residuals)  # behind what is being encoded
+            await transfer(self._context.service.run, copy_residuals)  # after codes in flight
             captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
             written: _Said = await self._on_disk(partial(_written, call, captured, computing))
         finally:
@@ -274,10 +242,8 @@ class ServerSaving:
                 one.release()
         return written
 
-    def _residual_name(self, name: str) -> str:
-        return f"rank{self._context.rank}/residuals/{name}"
-
     async def _read(self, call: _Said) -> _Said:
+        """Read this rank's blocks and residuals, and its share of all other bytes; change nothing."""
         turn = self._turns[call["turn"]] = _Turn()
         shards = [self._shards[key] for key, *_ in call["tensors"] if key in self._shards]
         turn.keys = {shard.key: shard.name for shard in shards}
@@ -293,26 +259,75 @@ class ServerSaving:
                 reader.check_rest(call["at"], call["size"])
 
         def move() -> None:
-            turn.restored = {s.key: moved(self.before[s.name], self._context, self.uids_before) for s in shards}
+            turn.restored = {s.key: moved(self._before[s.name], self._context, self._uids_before) for s in shards}
 
         await self._on_disk(move if call["folder"] is None else read)
         return {}
 
     async def _take(self, call: _Said) -> _Said:
+        """Let shards and codes take the values that `_read` has read."""
         for residual in self._turns[call["turn"]].residuals if call["residuals"] else ():
             self._client.codes.take(*residual)
         await transfer(self._order, OrderKind.LOAD, call["turn"])
         return {}
 
+    def _residual_name(self, name: str) -> str:
+        return f"rank{self._context.rank}/residuals/{name}"
+
+    # --- the order of a turn ---------------------------------------------------------------------------------------
+
+    def _order(self, kind: OrderKind, number: int, done: Callable[[BaseException | None], None]) -> None:
+        """Send the order to the shards of the tensors that this server leads, and call `done` when all reached it."""
+        turn = self._turns[number]
+        turn.done = done
+        for shard in self._shards.led():
+            if shard.key in turn.keys:
+                restored = turn.restored.get(shard.key)
+                shard.turn(kind, number, 0 if restored is None else restored.version)
+        self._check(turn)
+
+    def at(self, shard: Shard, order: Order) -> None:
+        """Capture or replace the values of a shard that has reached the order of a save or a load."""
+        turn = self._turns.setdefault(order.version, _Turn())
+
+        def reached(error: BaseException | None) -> None:
+            turn.error = turn.error or error
+            turn.reached.add(shard.key)
+            self._check(turn)
+
+        if order.kind == OrderKind.SAVE:
+            shard.work(lambda: turn.captured.update({shard.key: capture(shard, self._context)}), reached)
+        else:
+            shard.take(turn.restored.pop(shard.key))
+            reached(None)
+
+    def check(self) -> None:
+        """End turns that wait for a shard that was freed or refuses its orders."""
+        for turn in list(self._turns.values()):
+            self._check(turn)
+
+    def _check(self, turn: _Turn) -> None:
+        if turn.done is None:
+            return
+        for key, name in turn.keys.items():
+            shard = self._shards.get(key)
+            if key in turn.reached:
+                continue
+            if shard is not None and shard.refusal is None:
+                return
+            turn.error = turn.error or (Freed(f"{name!r} was freed") if shard is None else shard.refusal)
+        done, turn.done = turn.done, None
+        done(turn.error)
+
 
 def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> _Said:
-    """Write this rank's file; return what the manifest says of it. In the thread for files."""
+    """Write this rank's file in the thread for files, and return its part of the manifest."""
     found = [(each, one) for one in captured for each in one.written]
     found.sort(key=lambda each: -each[0].entry.itemsize)
     layout = lay_out([each.entry for each, _ in found])
     left = Counter(id(one) for _, one in found)
 
-    def over(number: int) -> None:
+    def written(number: int) -> None:
         _, one = found[number]
         left[id(one)] -= 1
         if not left[id(one)]:
@@ -320,7 +335,7 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
 
     file = Path(call["folder"]) / folders.file_name(call["at"])
     sources = [each.elements.view(torch.uint8) for each, _ in found]
-    facts, entries = write_file(file, layout, sources, computing, over)
+    facts, entries = write_file(file, layout, sources, computing, written)
     return {
         "facts": [facts.nbytes, facts.header, facts.crc],
         "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries],

@@ -328,10 +328,13 @@ def test_p11_a_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Callab
 
 
 OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
-    "a name less": ({"w": torch.zeros(4)}, r"has a 'v': expected 'w', which ranks have init\(\)ed; it has 'v', 'w'"),
+    "a name less": (
+        {"w": torch.zeros(4)},
+        r"has a 'v': expected 'w', as passed to init\(\); the checkpoint has 'v', 'w'",
+    ),
     "a name more": (
         {"w": torch.zeros(4), "v": torch.zeros(3), "x": torch.zeros(1)},
-        r"has no 'x': expected 'v', 'w', 'x', which ranks have init\(\)ed; it has 'v', 'w'",
+        r"has no 'x': expected 'v', 'w', 'x', as passed to init\(\); the checkpoint has 'v', 'w'",
     ),
     "a shape": ({"w": torch.zeros(2, 2), "v": torch.zeros(3)}, r"shape of 'w' is \[4\]: expected \[2, 2\]"),
     "a dtype": ({"w": torch.zeros(4), "v": torch.zeros(3).double()}, r"dtype of 'v' is float32: expected float64"),
