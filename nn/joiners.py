@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from aiodist.control import disagreement
 from aiodist.errors import MismatchError
 from aiodist.types import Stateful
 
@@ -76,7 +77,6 @@ class SettingsState:
 
 def check_kinds(told: Sequence[list[str] | None]) -> None:
     """Raise where the ranks that know their settings differ in what of these has a state."""
-    known = {rank: kinds for rank, kinds in enumerate(told) if kinds is not None}
-    if len({tuple(kinds) for kinds in known.values()}) > 1:
-        theirs = "; ".join(f"rank {rank}: {', '.join(kinds) or 'nothing'}" for rank, kinds in known.items())
-        raise MismatchError(f"ranks disagree on the settings of the net that have a state ({theirs})")
+    known = {rank: ", ".join(kinds) or "nothing" for rank, kinds in enumerate(told) if kinds is not None}
+    if len(set(known.values())) > 1:
+        raise MismatchError(disagreement("the settings of the net that have a state", known))

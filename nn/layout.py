@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from aiodist.backends.base import dtype_name
 from aiodist.communicator import Communicator
+from aiodist.control import sides
 from aiodist.errors import MismatchError
 
 WHOLE_BYTES = 1 << 16
@@ -252,13 +253,13 @@ def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
     """Return a sentence about the first line that is not the same for all ranks.
 
     >>> _first_difference([["a float32[3]"], ["a float32[4]", "b int64[]"], ["a float32[3]"]])
-    'ranks disagree: a float32[3] on ranks 0 and 2; a float32[4] on rank 1'
+    'ranks disagree: ranks 0, 2: a float32[3]; rank 1: a float32[4]'
     """
     for number, lines in enumerate(zip_longest(*by_rank)):
         if None in lines:
-            return f"ranks disagree: {in_words([_rest(lines[number:]) for lines in by_rank])}"
+            return f"ranks disagree: {sides([_rest(lines[number:]) for lines in by_rank])}"
         if len(set(lines)) > 1:
-            return f"ranks disagree: {in_words(lines)}"
+            return f"ranks disagree: {sides(lines)}"
     return "ranks disagree, but not in what they describe"  # their digests did: another version of aiodist
 
 
@@ -266,18 +267,3 @@ def _rest(lines: Sequence[str]) -> str:
     """Return the lines that other ranks lack, the first few by name."""
     more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return f"{', '.join(lines[:_SHOWN])}{more}" if lines else "nothing more"
-
-
-def in_words(texts: Sequence[str]) -> str:
-    """Return what each rank has as words, each text once.
-
-    >>> in_words(["1.0", "2.0", "1.0", "1.0"])
-    '1.0 on ranks 0, 2 and 3; 2.0 on rank 1'
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(str(rank))
-    return "; ".join(
-        f"{text} on rank {who[0]}" if len(who) == 1 else f"{text} on ranks {', '.join(who[:-1])} and {who[-1]}"
-        for text, who in ranks.items()
-    )

@@ -10,9 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from aiodist.control import disagreement
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.nn.hyperparameters import Lines, different
-from aiodist.nn.layout import in_words
 from aiodist.world.tracebacks import cause_in
 
 _NAMES = 5  # that a message lists
@@ -166,9 +166,8 @@ def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) ->
     if StatusKind.AVERAGE in status.kinds and not status.all_are(StatusKind.AVERAGE):
         averaging = [kind is StatusKind.AVERAGE for kind in status.kinds]
         known = ["averages parameters" if average else "reduces gradients" for average in averaging]
-        return MismatchError(
-            f"{_subjects(known)}: every rank must make as many steps, with a LocalSGD of the same `every`", rank=rank
-        )
+        text = disagreement("this step", known)
+        return MismatchError(f"{text}; every rank must make as many, with a LocalSGD of the same `every`", rank=rank)
     frozen = [account.frozen for account in accounts]
     if len({names for names in frozen if names is not None}) > 1:
         return MismatchError(_frozen(frozen), rank=rank)
@@ -176,16 +175,16 @@ def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) ->
         return MismatchError(_settings([account.settings for account in accounts]), rank=rank)
     if status.alike:
         return MismatchError(
-            "ranks disagree on what is to be reduced: a frozen parameter has a gradient on some of them only: "
-            "`net.zero_grad()` forgets it",
+            "ranks disagree on the gradients to reduce: a frozen parameter has a gradient on some ranks only; "
+            "`net.zero_grad()` removes it",
             rank=rank,
         )
     known = ["nothing" if made is None else account.steps for made, account in zip(status.steps, accounts, strict=True)]
     return MismatchError(
-        "the parameters of the ranks differ, since they have made different numbers of steps or loaded different "
-        f"states: {in_words(known)}; a rank that alone raises in or before `opt.step()`, or skips it, stays behind, "
-        "and so does one that alone calls `net.load_state_dict`; no rank makes another one before every rank has "
-        "loaded the same state, `net.load_state_dict(...)`, and that of its optimizer",
+        f"{disagreement('the steps and loads of their parameters', known)}; a rank that alone raises in or before "
+        "`opt.step()`, or skips it, stays behind, and so does one that alone calls `net.load_state_dict`; no rank "
+        "makes another step before every rank has loaded the same state, `net.load_state_dict(...)`, and that of its "
+        "optimizer",
         rank=rank,
     )
 
@@ -206,8 +205,8 @@ def _ended(status: PassStatus, accounts: Sequence[PassAccount]) -> str:
         for kind, account in by_kind
     ]
     return (
-        f"{_subjects(known)}: every rank must make as many; where the data of some end early, have them wait for the "
-        "others, `async with net.join():` around the loop"
+        f"{disagreement('the number of steps', known)}; every rank must make as many; if the data of a rank end early, "
+        "let it wait for the others by `async with net.join():` around the loop"
     )
 
 
@@ -223,26 +222,21 @@ def _frozen(frozen: Sequence[tuple[str, ...] | None]) -> str:
         return f"{', '.join(here[:_NAMES])}{more} frozen" if here else f"{names[0]!r} trained"
 
     return (
-        f"ranks train different parameters: {in_words([said(mine) for mine in frozen])}; no rank has made this step, "
-        "and the next one works once all freeze the same"
+        f"{disagreement('the trained parameters', [said(mine) for mine in frozen])}; no rank has made this step, and "
+        "the next one works once all freeze the same"
     )
 
 
 def _settings(by_rank: Sequence[Lines | None]) -> str:
     name, values = different(by_rank) or ("optimizers", ["other ones"] * len(by_rank))
     return (
-        f"ranks make this step with different settings, {name}: {in_words(values)}; every rank must have the same "
-        "clipping, scaler, autocast, optimizer and hyperparameters (lr, …), or ranks come to differ. No rank has made "
-        "this step, and the next one works once all have the same"
+        f"{disagreement(f'the settings of this step, {name}', values)}; every rank must have the same clipping, "
+        "scaler, autocast, optimizer and hyperparameters (lr, …). No rank has made this step, and the next one works "
+        "once all have the same"
     )
 
 
 def some_in_join(status: PassStatus) -> str:
     """Return what is wrong where some ranks are in a `join` block, and some are not."""
-    known = ["is in net.join()" if kind is StatusKind.JOIN else "is not" for kind in status.kinds]
-    return f"{_subjects(known)}: every rank must enter and leave it with the others; this net cannot go on"
-
-
-def _subjects(said: Sequence[str]) -> str:
-    """Return sentences such as "rank 0 is late, ranks 1 and 2 are not"."""
-    return ", ".join(f"rank {rank} {what}" for rank, what in enumerate(said))
+    known = ["inside" if kind is StatusKind.JOIN else "outside" for kind in status.kinds]
+    return f"{disagreement('net.join()', known)}; every rank must enter and leave it with the others; this net fails"

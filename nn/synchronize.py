@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from aiodist.checkpoints.saving import load_exactly
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.arguments import check_rank
+from aiodist.control import disagreement
 from aiodist.errors import MismatchError
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
@@ -30,7 +31,6 @@ from aiodist.nn.layout import (
     describe,
     describe_order,
     flat_view,
-    in_words,
     named_state,
     write_each,
 )
@@ -237,7 +237,7 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
         if total:
             name, p = named[i]
             mine = f"{describe(name, p)}, {describe_order('', p).strip()}"
-            text = f"ranks disagree on trainable parameter {i}, counted from 0: rank {coll.rank} has {mine}"
+            text = disagreement(f"trainable parameter {i} (counted from 0)", {coll.rank: mine})
             raise MismatchError(text, rank=coll.rank, comm=coll.name)
 
 
@@ -321,9 +321,9 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
     apart = (~_agreeing(table, rtol)).nonzero().flatten().tolist()
     if apart:
         name, _ = entries[apart[0]]
-        figures = in_words([f"abs-mean {m!r}, abs-variance {v!r}" for m, v in table[:, apart[0]].tolist()])
-        more = f"; and {len(apart) - 1} more entries differ" if len(apart) > 1 else ""
-        raise MismatchError(f"ranks disagree on {name}: {figures}{more}", rank=coll.rank, comm=coll.name)
+        more = f" and {len(apart) - 1} more entries" if len(apart) > 1 else ""
+        figures = [f"abs-mean {m!r}, abs-variance {v!r}" for m, v in table[:, apart[0]].tolist()]
+        raise MismatchError(disagreement(f"{name}{more}", figures), rank=coll.rank, comm=coll.name)
 
 
 def _entries(path: str, x: object) -> Iterator[tuple[str, Tensor | Number | None]]:
@@ -406,11 +406,8 @@ async def share_longest(
         return made[1]
     check_kinds([theirs for *_, theirs in told])
     if len({number for _, _, number, _ in told}) > 1:
-        known = ", ".join(f"rank {rank}: {number}" for rank, (_, _, number, _) in enumerate(told))
-        raise ValueError(
-            f"ranks know of different numbers of optimizers ({known}), since a rank that made no step knows of none: "
-            "give them to every rank, `net.join(opt)`"
-        )
+        text = disagreement("the number of optimizers", [str(number) for _, _, number, _ in told])
+        raise ValueError(f"{text}; a rank without a step knows none: give them to every rank, `net.join(opt)`")
     root = passes.index(max(passes))
     await synchronize_parameters(module, coll, root=root, buffers=False)
     owners = [*optimizers, *settings]

@@ -28,6 +28,7 @@ from aiodist.collectives.metadata import (
     pack_meta,
     unpack_meta,
 )
+from aiodist.control import disagreement
 from aiodist.errors import MismatchError
 from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.streams.memory import flat, numbers_of
@@ -383,16 +384,15 @@ def into(t: Tensor, out: Tensor | None) -> Tensor:
 
 def _agree_on_dtype(metas: Sequence[Meta]) -> None:
     if len({meta.dtype for meta in metas}) > 1:
-        listed = ", ".join(f"rank {rank}: {meta}" for rank, meta in enumerate(metas))
-        raise MismatchError(f"ranks disagree on the dtype: {listed}")
+        raise MismatchError(disagreement("the dtype", list(map(str, metas))))
     _agree_on_place({rank: meta.on_device for rank, meta in enumerate(metas)})
 
 
 def _agree_on_place(on_device: Mapping[int, bool]) -> None:
     """Raise MismatchError unless the tensors of these ranks are all on the CPU, or all on CUDA devices."""
     if len(set(on_device.values())) > 1:
-        listed = ", ".join(f"rank {rank}: {'cuda' if there else 'cpu'}" for rank, there in on_device.items())
-        raise MismatchError(f"ranks disagree on the device of the tensors: {listed}")
+        devices = {rank: "cuda" if there else "cpu" for rank, there in on_device.items()}
+        raise MismatchError(disagreement("the device of the tensors", devices))
 
 
 def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
@@ -400,8 +400,7 @@ def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
     rows = [meta.shape or (1,) for meta in metas]
     tails = {row[1:] for row in rows if row[0]} or {rows[0][1:]}
     if len(tails) > 1:
-        listed = ", ".join(f"rank {rank}: {meta}" for rank, meta in enumerate(metas))
-        raise MismatchError(f"tensors that differ beyond dim 0 cannot be concatenated: {listed}")
+        raise MismatchError(disagreement("dims of the tensors other than dim 0", list(map(str, metas))))
     tail = tails.pop()
     return (sum(row[0] for row in rows if row[1:] == tail), *tail)
 
@@ -494,7 +493,6 @@ async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primi
     await p.run([Primitive("allgather", given, of_all, counts=[2] * p.ep.size)])
     await p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
-    if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):
-        sides = f"rank 0: {lists[0]}, rank {other}: {lists[other]}"
-        raise MismatchError(f"ranks give different numbers of tensors: {sides}")
+    if len(set(lists)) > 1:
+        raise MismatchError(disagreement("the number of tensors", lists))
     return await then(p.afterwards())

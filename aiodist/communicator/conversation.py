@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from aiodist.backends.base import NAMED
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.oplog import LEFT, Latest
-from aiodist.control import LIVENESS_SECONDS, name_ranks
+from aiodist.control import LIVENESS_SECONDS, sides
 
 UNANSWERED = f"did not answer within {LIVENESS_SECONDS:g} s"
 
@@ -276,8 +276,8 @@ def judge(
     begun = any(one.begun for one in statements.values())
     bound = any(one.bound for one in statements.values())
     if any(one.cause is Cause.MISMATCH and not one.error for one in statements.values()) or _words_differ(statements):
-        sides = _sides(statements, silent, unheard)
-        return Verdict(Cause.MISMATCH, sides=sides, begun=begun, silent=silent, abort=bound)
+        text = _sides(statements, silent, unheard)
+        return Verdict(Cause.MISMATCH, sides=text, begun=begun, silent=silent, abort=bound)
     lost = [rank for rank, clean in left.items() if not clean]
     worst = max(
         *(one.cause for one in statements.values()),
@@ -305,21 +305,14 @@ def _words_differ(statements: dict[int, Statement]) -> bool:
 
 def _sides(statements: dict[int, Statement], silent: Iterable[int], gone: dict[int, bool]) -> str:
     """Return the operation of each rank. Ranks with the same operation and line are named together."""
-    by_text: dict[tuple[str, str], list[int]] = {}
     issued = {statement.text for statement in statements.values() if statement.issued}
     differ = len(issued) > 1 or sum(statement.issued for statement in statements.values()) == 1
     edited = "" if differ else ", edited in different ways"  # texts do not show the table of implementations
-    said = dict.fromkeys(silent, (UNANSWERED, UNANSWERED))
-    said |= {rank: (LEFT, "have left") if clean else ("is lost", "are lost") for rank, clean in gone.items()}
+    said = dict.fromkeys(silent, UNANSWERED)
+    said |= {rank: LEFT if clean else "lost" for rank, clean in gone.items()}
     for rank, statement in statements.items():
-        last = f": the last is {statement.text}" if statement.text else ""
         if not statement.issued:
-            said[rank] = f"has not issued it{last}", f"have not issued it{last}"
-        elif statement.text == LEFT:
-            said[rank] = LEFT, "have left"
+            said[rank] = f"not issued, after {statement.text}" if statement.text else "not issued"
         else:
-            said[rank] = (f": {statement.text}{edited}",) * 2
-    for rank, texts in sorted(said.items()):
-        by_text.setdefault(texts, []).append(rank)
-    sides = [(name_ranks(ranks), texts[len(ranks) > 1]) for texts, ranks in by_text.items()]
-    return "; ".join(f"{names}{'' if text.startswith(':') else ' '}{text}" for names, text in sides)
+            said[rank] = LEFT if statement.text == LEFT else f"{statement.text}{edited}"
+    return sides(said)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, get_args
 
+from aiodist.control import disagreement
 from aiodist.errors import MismatchError
 
 Form = Literal["cartesian", "tree"]
@@ -206,9 +207,8 @@ class Asked(NamedTuple):
 def agree(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
     """Return the requested levels of all ranks, or raise `MismatchError` if they differ."""
     first = table[0]
-    for rank, asked in enumerate(table):
-        if asked.differs(first):
-            raise MismatchError(f"ranks disagree on the levels of {name!r}: rank 0: {first}; rank {rank}: {asked}")
+    if any(asked.differs(first) for asked in table):
+        raise MismatchError(disagreement(f"the levels of {name!r}", list(map(str, table))))
     keys = zip(*(asked.keys for asked in table), strict=True)
     return tuple(Split(tuple(level), form) for level, form in zip(keys, first.forms, strict=True))
 

@@ -14,7 +14,7 @@ from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.handles import Origin
 from aiodist.handles.origin import is_ours
 
-LEFT = "has left"
+LEFT = "left"
 """Text of a close that no line of the program requested."""
 
 

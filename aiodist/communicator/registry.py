@@ -21,6 +21,7 @@ from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.leftovers import made_by_program
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.resources import Resources
+from aiodist.control import disagreement
 from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
@@ -188,12 +189,11 @@ class Registry(Generic[C]):
         name = self.next_name(parent, kind)
 
         def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, C]:
-            wanted = {rank: row.tolist() for rank, row in enumerate(table)}
-            other = next((rank for rank, row in wanted.items() if row != wanted[0]), 0)
-            if other:
-                kinds = {r: "dup" if wanted[r][0] else "group" for r in (0, other)}
-                sides = "; ".join(f"rank {r}: {kind} of {wanted[r][1:]}" for r, kind in kinds.items())
-                raise MismatchError(f"ranks disagree on {name!r}: {sides}")
+            said = [
+                f"{'dup' if is_dup else 'group'} of {members}" for is_dup, *members in map(torch.Tensor.tolist, table)
+            ]
+            if len(set(said)) > 1:
+                raise MismatchError(disagreement(repr(name), said))
             return self.join(parent, name, tuple(ranks), kind != "dup", thread=thread)
 
         return self.later(parent, kind, agreed, join)

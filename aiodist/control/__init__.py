@@ -9,7 +9,8 @@ from aiodist.control.hub import Hub
 from aiodist.control.local import InProcessChannel, in_process
 from aiodist.control.rendezvous import HostedHub, connect, host
 from aiodist.control.rollcall import LIVENESS_SECONDS
-from aiodist.control.roster import HUB, Exit, name_ranks
+from aiodist.control.roster import HUB, Exit
+from aiodist.control.texts import disagreement, name_ranks, sides
 from aiodist.control.wire import MAX_FRAME
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "Hub",
     "InProcessChannel",
     "connect",
+    "disagreement",
     "exchange",
     "find_hosts",
     "host",
     "in_process",
     "name_ranks",
+    "sides",
 ]

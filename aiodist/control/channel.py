@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aiodist.control.rollcall import ROLL_CALL, RollCall, Then
-from aiodist.control.roster import Exit, name_ranks
+from aiodist.control.roster import Exit
+from aiodist.control.texts import name_ranks
 from aiodist.control.thread import Owner
 from aiodist.control.wire import EVERYBODY, pack, unpack
 from aiodist.errors import OperationTimeout

@@ -16,7 +16,8 @@ from weakref import WeakSet
 
 from aiodist.control.channel import Channel, ChannelClosed
 from aiodist.control.link import Link, Pulse
-from aiodist.control.roster import HUB, Exit, name_ranks
+from aiodist.control.roster import HUB, Exit
+from aiodist.control.texts import name_ranks
 from aiodist.control.thread import settle, settle_soon
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout

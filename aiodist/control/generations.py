@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from aiodist.control.roster import Exit, name_ranks
+from aiodist.control.roster import Exit
+from aiodist.control.texts import disagreement, name_ranks
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,8 @@ class Regrouping:
             return []
         wanted = set(self.asked.values())
         if len(wanted) > 1:
-            sides = "; ".join(
-                f"{name_ranks(rank for rank, n in self.asked.items() if n == joiners)} asked for "
-                + (f"{joiners} more" if joiners else "none more")
-                for joiners in sorted(wanted)
-            )
-            return [self._refuse(list(self.asked), Refusal.DISAGREE, f"ranks disagree: {sides}")]
+            text = disagreement("the number of new ranks", {rank: str(n) for rank, n in self.asked.items()})
+            return [self._refuse(list(self.asked), Refusal.DISAGREE, text)]
         self._last += 1
         self.forming = Generation(self._last, (*sorted(self.present), *(None,) * wanted.pop()))
         self.came = set()

@@ -16,7 +16,8 @@ from aiodist.control.client import SocketChannel
 from aiodist.control.hub import Hub
 from aiodist.control.link import Hello, dial
 from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, outward_host, parse, tcp_address
-from aiodist.control.roster import HUB, Refused, name_ranks
+from aiodist.control.roster import HUB, Refused
+from aiodist.control.texts import name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 from aiodist.machine import boot_id

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from aiodist.control.texts import name_ranks
 from aiodist.errors import PeerLost, RemoteError
 
 HUB: Final = -1  # stands for the hub where a rank is expected, when the hub lives in no rank's process
-_MOST_NAMED: Final = 16
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,6 @@ class Exit:
             return PeerLost(f"{who} left: {self.cause}", lost=self.rank)
         message = f"{who} failed: {self.cause}\n{self.traceback}"
         return RemoteError(message, raised_by=self.rank, traceback=self.traceback)
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as words, runs joined; the first of many.
-
-    >>> name_ranks([2]), name_ranks([1, 0]), name_ranks([7, 1, 3, 4, 5])
-    ('rank 2', 'ranks 0, 1', 'ranks 1, 3-5, 7')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    more = f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else ""
-    return f"rank{'s' * (sum(map(len, runs)) != 1)} {', '.join(words[:_MOST_NAMED])}{more}"
 
 
 class Refused(Exception):

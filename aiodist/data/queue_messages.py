@@ -11,7 +11,7 @@ from math import inf
 from threading import Lock
 from typing import Any, NamedTuple
 
-from aiodist.control import Channel
+from aiodist.control import Channel, disagreement
 from aiodist.data.queue_machine import Hand, Instruction, QueueMachine, Range, Share
 from aiodist.errors import AiodistError, MismatchError
 from aiodist.handles import Handle, Operation, Progress
@@ -128,13 +128,20 @@ class QueueServer:
 
     def _take(self, rank: int, lap: Lap, number: int, waits: bool, terms: str, used: list[list[int]]) -> None:
         if terms != self._terms:
-            self._wires.answer(rank, "refuse", number, f"rank {rank} has {terms}; rank 0 has {self._terms}")
+            self._wires.answer(
+                rank, "refuse", number, disagreement(f"queue {self._wires.name!r}", {rank: terms, 0: self._terms})
+            )
             return
         if lap.number not in self._laps:
             self._laps[lap.number] = lap, self._make(lap.epoch, (Range(*each) for each in used))
         known, machine = self._laps[lap.number]
         if known != lap:
-            self._wires.answer(rank, "refuse", number, f"rank {rank} is in {lap}; another rank is in {known}")
+            self._wires.answer(
+                rank,
+                "refuse",
+                number,
+                f"{disagreement(f'queue {self._wires.name!r}', {rank: str(lap)})}; another rank: {known}",
+            )
             return
         self._reached[rank] = lap.number
         oldest = min(self._reached.values())
@@ -284,4 +291,4 @@ class QueueClient:
             self._share.held.extend(ranges)
             asked.resolve(ranges)
         else:
-            asked.reject(MismatchError(f"ranks disagree on a queue of shards: {said}", comm=self._comm))
+            asked.reject(MismatchError(said, comm=self._comm))

@@ -16,6 +16,7 @@ import numpy as np
 
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.watchdog import Watch
+from aiodist.control import disagreement
 from aiodist.data.queue_machine import QueueMachine, Range, merged
 from aiodist.data.queue_messages import Lap, QueueClient, QueueServer, Wires
 from aiodist.data.shards import EpochOrder, Part, Shards, Shuffle, check_order, checked_int
@@ -210,7 +211,7 @@ class ShardQueue(Generic[T]):
         self._check_loop()
         told = await self._coll.allgather_object((self.epoch, self._client.used))
         if any(epoch != self.epoch for epoch, _ in told):
-            raise MismatchError(f"ranks in epochs {[epoch for epoch, _ in told]} of {self.name}: expected the same")
+            raise MismatchError(disagreement(f"the epoch of queue {self.name!r}", [str(epoch) for epoch, _ in told]))
         used = merged(self._before, *((Range(*each) for each in ranges) for _, ranges in told))
         last = self._agreed[-1] if self._agreed else None
         before = last.used if last is not None and last.epoch == self.epoch else self._before
@@ -255,7 +256,8 @@ class ShardQueue(Generic[T]):
         if found:
             first, epoch = found[0], found[0].epoch
             if any(each.epoch != epoch or (step is not None and each.used != first.used) for each in found):
-                raise MismatchError(f"ranks disagree on what was used of {self.name}: {found}")
+                agreed = ["nothing" if one is None else f"{one.used} of epoch {one.epoch}" for *_, one in told]
+                raise MismatchError(disagreement(f"the used records of queue {self.name!r}", agreed))
         used = merged(*(each.used for each in found))
         self._begin(Lap(number + 1, epoch, zlib.crc32(repr(used).encode())), used)
         self._agreed = [_Agreed(-1, epoch, used)]

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from aiodist.control import disagreement
 from aiodist.engine.state import State
 from aiodist.errors import MismatchError
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import reducer_of
-from aiodist.nn.layout import in_words
 from aiodist.nn.per_rank import Shared
 
 
@@ -69,10 +69,8 @@ def _check_finite(what: str, state: State, t: Tensor) -> None:
 def check_same_epoch(places: Sequence[tuple[int, int]]) -> None:
     """Raise MismatchError unless all ranks begin the same epoch, of as many; each of `places` is a rank's of both."""
     if any(place != places[0] for place in places):
-        words = in_words([f"epoch {done + 1} of {epochs}" for done, epochs in places])
-        raise MismatchError(
-            f"ranks begin different epochs: {words}; expected the same epochs= on all, and a state that all have loaded"
-        )
+        text = disagreement("the next epoch", [f"epoch {done + 1} of {epochs}" for done, epochs in places])
+        raise MismatchError(f"{text}; expected the same epochs= on all, and a state that all have loaded")
 
 
 def fingerprints(module: nn.Module | Shared) -> list[int]:
@@ -88,14 +86,9 @@ def check_alike(module: nn.Module | Shared, by_rank: Sequence[Sequence[int]], st
     if not apart:
         return
     name, hashes = apart[0]
-    usual = max(hashes, key=hashes.count)
-    others = ", ".join(str(rank) for rank, value in enumerate(hashes) if value != usual)
-    more = f"; so do {len(apart) - 1} more parameters" if len(apart) > 1 else ""
-    raise MismatchError(
-        f"parameter {name!r} on rank {others} differs from that of the other ranks after step {state.step} of epoch "
-        f"{state.epoch}{more}",
-        rank=state.rank,
-    )
+    more = f" and on {len(apart) - 1} more parameters" if len(apart) > 1 else ""
+    what = f"parameter {name!r}{more} after step {state.step} of epoch {state.epoch}"
+    raise MismatchError(disagreement(what, [f"hash {value:016x}" for value in hashes]), rank=state.rank)
 
 
 # --- a graph that changes ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
-from aiodist.control.roster import name_ranks
+from aiodist.control.texts import name_ranks
 
 if TYPE_CHECKING:
     from aiodist.control.roster import Roster

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.control import disagreement
 from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps import wire
 from aiodist.ps.answers import Answers, Change, Freed, Pulling, Pushing, Request, Stop
@@ -78,11 +79,11 @@ class Directory:
             return
         different = [what for what in _COMPARED if call[what] != entry.first[what]]
         if different and entry.error is None:
-            sides = "; ".join(
-                f"rank {rank}: {', '.join(f'{what} {side[what]}' for what in different)}"
+            texts = {
+                rank: ", ".join(f"{what} {side[what]}" for what in different)
                 for rank, side in ((entry.opener, entry.first), (client, call))
-            )
-            error = MismatchError(f"init of {call['name']!r}: {sides}")
+            }
+            error = MismatchError(disagreement(f"the init of {call['name']!r}", texts))
             if entry.filled:
                 entry.refused[client] = error
                 self._answers.fail(client, call["n"], error)

@@ -18,6 +18,7 @@ from torch import Tensor
 from aiodist.codecs import Json
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
+from aiodist.control import disagreement
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
@@ -125,10 +126,11 @@ class ParameterServerSession:
         """Return who takes part, and know who serves; raise MismatchError where ranks chose other settings."""
         members = [ServerMember(**each["me"]) for each in told]
         free = {"servers", "workers"} if any(member.size for member in members) else set()
-        for rank, each in enumerate(told):
+        for each in told:
             for what, mine in each["settings"].items():
-                if mine != (first := told[0]["settings"][what]) and what not in free:
-                    raise MismatchError(f"parameter servers disagree on {what}: rank 0: {first}; rank {rank}: {mine}")
+                if mine != told[0]["settings"][what] and what not in free:
+                    texts = [str(each["settings"][what]) for each in told]
+                    raise MismatchError(disagreement(f"{what} of parameter server {self.coll.name!r}", texts))
         servers, workers = roles_among(members, (self.settings.servers, self.settings.workers))
         if not free and len(workers) < (n := getattr(self.settings.consistency, "n", 1)):
             raise ValueError(f"a quorum of {n} of workers {list(workers)}: expected at least {n} workers")

@@ -355,8 +355,8 @@ def test_c10_the_sides_of_a_mismatch() -> None:
     sides = judge(statements, silent=(5,), gone={7: True, 8: False}).sides
     assert sides == (
         "rank 0: allreduce sum at a:1; ranks 1, 2: allreduce max at a:2; "
-        "rank 3 has not issued it: the last is barrier at a:0; rank 4 has not issued it; "
-        "rank 5 did not answer within 2 s; ranks 6, 7 have left; rank 8 is lost"
+        "rank 3: not issued, after barrier at a:0; rank 4: not issued; "
+        "rank 5: did not answer within 2 s; ranks 6, 7: left; rank 8: lost"
     )
     edited = {0: SUM._replace(cause=DIFFER), 1: SUM._replace(word=3)}
     assert judge(edited).sides == "ranks 0, 1: allreduce sum at a:1, edited in different ways"

@@ -150,7 +150,7 @@ async def test_g1_children_have_names_and_go_with_their_parent(coll: Communicato
 
 @pytest.mark.ranks(3)
 async def test_g1_ranks_must_agree_on_the_group(coll: Communicator) -> None:
-    with pytest.raises(aiodist.MismatchError, match=r"rank 0: group of \[0, 1\]; rank 1: group of \[0, 2\]"):
+    with pytest.raises(aiodist.MismatchError, match=r"rank 0: group of \[0, 1\]; ranks 1, 2: group of \[0, 2\]"):
         await coll.group([0, 1] if coll.rank == 0 else [0, 2])
     assert await coll.allreduce(1) == 3
 

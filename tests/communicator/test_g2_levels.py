@@ -221,7 +221,7 @@ async def test_g2_a_key_is_a_string(coll: Communicator) -> None:
 @pytest.mark.ranks(3)
 async def test_g2_ranks_disagree_on_the_number_of_levels(coll: Communicator) -> None:
     keys = ("a", "b") if coll.rank == 2 else ("a",)
-    sides = r"rank 0: hierarchy with 1 level\(s\) by a; rank 2: hierarchy with 2 level\(s\) by a, b"
+    sides = r"ranks 0, 1: hierarchy with 1 level\(s\) by a; rank 2: hierarchy with 2 level\(s\) by a, b"
     with pytest.raises(aiodist.MismatchError, match=f"the levels of 'world': {sides}"):
         await coll.hierarchy(*keys)
     assert await coll.allreduce(1) == 3

@@ -195,7 +195,7 @@ def test_w3_ranks_that_want_different_things_are_told_so() -> None:
     (refuse,) = machine.ask(1, 0)
     assert isinstance(refuse, Refuse)
     assert refuse.kind is Refusal.DISAGREE
-    assert refuse.why == "ranks disagree: rank 1 asked for none more; rank 0 asked for 2 more"
+    assert refuse.why == "ranks disagree on the number of new ranks: rank 0: 2; rank 1: 0"
     assert not machine.asked
 
 

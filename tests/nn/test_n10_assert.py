@@ -73,26 +73,26 @@ def other_layer(rank: int) -> nn.Module:
 
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
-    "number": (lambda rank: 1.0 + rank, r"x: abs-mean 1\.0, abs-variance 0\.0 on rank 0; abs-mean 2\.0"),
-    "tensor": (lambda rank: torch.ones(3) * (rank + 1), r"x: abs-mean 1\.0, .* on rank 0; abs-mean 2\.0"),
+    "number": (lambda rank: 1.0 + rank, r"x: rank 0: abs-mean 1\.0, abs-variance 0\.0; rank.*: abs-mean 2\.0"),
+    "tensor": (lambda rank: torch.ones(3) * (rank + 1), r"x: rank 0: abs-mean 1\.0, .*; rank.*: abs-mean 2\.0"),
     "variance": (
         lambda rank: torch.tensor([2.0, 2.0]) if rank == 0 else torch.tensor([1.0, -3.0]),
-        r"x: abs-mean 2\.0, abs-variance 0\.0 on rank 0; abs-mean 2\.0, abs-variance 1\.0 on rank",
+        r"x: rank 0: abs-mean 2\.0, abs-variance 0\.0; rank.*: abs-mean 2\.0, abs-variance 1\.0",
     ),
-    "module": (other_layer, r"1\.running_mean: abs-mean 0\.0"),
-    "list": (lambda rank: [1, 2, rank, 10 * rank], r"x\[2\]: abs-mean 0\.0.*; and 1 more entries differ"),
-    "dict": (lambda rank: {"a": 1, "b": [torch.tensor(rank)]}, r"x\['b'\]\[0\]: abs-mean 0\.0"),
+    "module": (other_layer, r"1\.running_mean: rank 0: abs-mean 0\.0"),
+    "list": (lambda rank: [1, 2, rank, 10 * rank], r"x\[2\] and 1 more entries: rank 0: abs-mean 0\.0"),
+    "dict": (lambda rank: {"a": 1, "b": [torch.tensor(rank)]}, r"x\['b'\]\[0\]: rank 0: abs-mean 0\.0"),
     "module in a dict": (lambda rank: {"net": other_layer(rank)}, r"x\['net'\]\.1\.running_mean"),
-    "bool": (lambda rank: torch.tensor([True, rank == 0]), r"x: abs-mean 1\.0.*abs-mean 0\.5"),
-    "integer": (lambda rank: torch.tensor([-(2**63), 2**62 * min(rank, 1)]), r"x: abs-mean 4\.6"),
-    "complex": (lambda rank: torch.tensor([3 + 4j * (rank + 1)]), r"x: abs-mean 5\.0"),
-    "nan on a rank": (lambda rank: math.nan if rank == 0 else 1.0, r"x: abs-mean nan.*abs-mean 1\.0"),
-    "inf on a rank": (lambda rank: torch.tensor([math.inf if rank == 0 else 1.0]), r"x: abs-mean inf"),
-    "fewer": (lambda rank: [1.0] * (3 - min(rank, 1)), r"x\[2\] number on rank 0; rtol 1e-07 on rank"),
-    "shape": (lambda rank: torch.ones(3 + min(rank, 1)), r"x float32\[3\] on rank 0; x float32\[4\] on rank"),
+    "bool": (lambda rank: torch.tensor([True, rank == 0]), r"x: rank 0: abs-mean 1\.0.*abs-mean 0\.5"),
+    "integer": (lambda rank: torch.tensor([-(2**63), 2**62 * min(rank, 1)]), r"x: rank 0: abs-mean 4\.6"),
+    "complex": (lambda rank: torch.tensor([3 + 4j * (rank + 1)]), r"x: rank 0: abs-mean 5\.0"),
+    "nan on a rank": (lambda rank: math.nan if rank == 0 else 1.0, r"x: rank 0: abs-mean nan.*rank.*: abs-mean 1\.0"),
+    "inf on a rank": (lambda rank: torch.tensor([math.inf if rank == 0 else 1.0]), r"x: rank 0: abs-mean inf"),
+    "fewer": (lambda rank: [1.0] * (3 - min(rank, 1)), r"rank 0: x\[2\] number; rank.*: rtol 1e-07"),
+    "shape": (lambda rank: torch.ones(3 + min(rank, 1)), r"rank 0: x float32\[3\]; rank.*: x float32\[4\]"),
     "dtype": (lambda rank: torch.ones(3, dtype=torch.float64 if rank else torch.float32), r"x float32.*x float64"),
-    "none": (lambda rank: [torch.ones(1) if rank else None], r"x\[0\] None on rank 0; x\[0\] float32\[1\] on rank"),
-    "key": (lambda rank: {"b" if rank else "a": 1.0}, r"x\['a'\] number on rank 0; x\['b'\] number"),
+    "none": (lambda rank: [torch.ones(1) if rank else None], r"rank 0: x\[0\] None; rank.*: x\[0\] float32\[1\]"),
+    "key": (lambda rank: {"b" if rank else "a": 1.0}, r"rank 0: x\['a'\] number; rank.*: x\['b'\] number"),
 }
 
 
@@ -111,7 +111,7 @@ async def test_n10_what_differs_is_named_on_every_rank(coll: Communicator, what:
 
 @pytest.mark.ranks(5)
 async def test_n10_the_ranks_are_told_apart(coll: Communicator) -> None:
-    text = r"abs-mean 0\.0, .* on ranks 0, 2 and 4; abs-mean 1\.0, .* on rank 1; abs-mean 3\.0, .* on rank 3 "
+    text = r"ranks 0, 2, 4: abs-mean 0\.0, .*; rank 1: abs-mean 1\.0, .*; rank 3: abs-mean 3\.0, "
     with pytest.raises(aiodist.MismatchError, match=text):
         await assert_synchronized(torch.tensor(coll.rank * (coll.rank % 2)), coll)
 
@@ -131,7 +131,7 @@ async def test_n10_the_tolerance_is_relative(coll: Communicator) -> None:
     constant = torch.full((1000,), 0.1, dtype=torch.float64)
     constant[0] += 1e-16 * coll.rank  # rounding: both are constant
     await assert_synchronized(constant, coll)
-    with pytest.raises(aiodist.MismatchError, match=r"rtol 1e-07 on rank 0; rtol 0\.1 on rank 1"):
+    with pytest.raises(aiodist.MismatchError, match=r"rank 0: rtol 1e-07; rank 1: rtol 0\.1"):
         await assert_synchronized(1, coll, rtol=(1e-7, 0.1)[coll.rank])
 
 
@@ -142,7 +142,7 @@ async def test_n10_large_tensors_and_any_layout(coll: Communicator) -> None:
     await assert_synchronized([t, t[:, ::3]], coll)
     other = t.clone()
     other[13, 17] += coll.rank
-    with pytest.raises(aiodist.MismatchError, match=r"x\[1\]: abs-mean 0\.5"):
+    with pytest.raises(aiodist.MismatchError, match=r"x\[1\]: rank 0: abs-mean 0\.5"):
         await assert_synchronized([t, other], coll)
 
 
@@ -209,7 +209,7 @@ async def test_n10_figures_against_numpy(coll: Communicator, numel: int) -> None
         wide = np.abs(t.to(torch.complex128 if t.is_complex() else torch.float64).numpy())
         with pytest.raises(aiodist.MismatchError) as caught:
             await assert_synchronized(torch.full_like(t, 90) if coll.rank else t, coll)
-        found = re.search(r"abs-mean (\S+), abs-variance (\S+) on rank 0", str(caught.value))
+        found = re.search(r"rank 0: abs-mean (\S+), abs-variance (\S+);", str(caught.value))
         assert found is not None
         mean, variance = map(float, found.groups())
         assert mean == pytest.approx(wide.mean(), rel=1e-13)

@@ -270,7 +270,7 @@ async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator) 
     local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     await Trial.train(net, local, range(2), coll.rank)
     end = net.aclose() if coll.rank == 1 else Trial.train(net, local, range(2, 4), coll.rank)
-    with pytest.raises(aiodist.MismatchError, match=r"rank 1 closes the net after 1 steps.*net\.join"):
+    with pytest.raises(aiodist.MismatchError, match=r"rank 1: closes the net after 1 steps.*net\.join"):
         await end
 
 

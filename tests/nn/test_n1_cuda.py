@@ -102,5 +102,5 @@ async def test_n10_cuda_what_is_the_same_and_what_is_not(coll: Communicator, sim
         await assert_synchronized(module, coll)
         with torch.no_grad():
             module.turned.add_(coll.rank)
-        with pytest.raises(MismatchError, match=r"disagree on turned: abs-mean 2\.0.* on rank 0; abs-mean 3\.0"):
+        with pytest.raises(MismatchError, match=r"disagree on turned: rank 0: abs-mean 2\.0.*; rank 1: abs-mean 3\.0"):
             await assert_synchronized(module, coll)

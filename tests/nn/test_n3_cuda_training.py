@@ -109,7 +109,7 @@ async def test_n3_cuda_ranks_must_have_the_same_on_devices(coll: Communicator, s
     module = Trial.Mlp()
     if coll.rank:
         module[2].to("cuda")
-    with pytest.raises(MismatchError, match=r"all on the CPU on rank 0.*module: 2\.weight, 2\.bias on rank 1"):
+    with pytest.raises(MismatchError, match=r"rank 0: .*all on the CPU.*; rank 1: .*module: 2\.weight, 2\.bias"):
         await DataParallel.create(module, coll)
 
 

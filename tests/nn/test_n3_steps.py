@@ -78,11 +78,9 @@ async def test_n3_an_optimizer_that_raises_on_one_rank(coll: Communicator, sizes
         await update(net, opt, coll.rank, 1, way)
     kind.fails = False
     before = [p.detach().clone() for p in net.parameters()]
-    others = "ranks 0 and 2" if coll.size == 3 else "rank 0"
+    others = "ranks 0, 2" if coll.size == 3 else "rank 0"
     why = "" if way in ("plain", "between") else r", since its optimizer raised ArithmeticError\('no luck'\)"
-    text = (
-        rf"2 steps made on {others}; 1 step made{why} on rank 1; a rank that alone raises in or before `opt\.step\(\)`"
-    )
+    text = rf"{others}: 2 steps made; rank 1: 1 step made{why}; a rank that alone raises in or before `opt\.step\(\)`"
     for _ in range(2):
         with pytest.raises(aiodist.MismatchError, match=text):
             await update(net, opt, coll.rank, 2, way)
@@ -124,7 +122,7 @@ async def test_n3_only_one_rank_loads_a_state(coll: Communicator) -> None:
     if coll.rank:
         net.load_state_dict(Trial.Mlp().state_dict())
     with pytest.raises(
-        aiodist.MismatchError, match=r"1 step made on rank 0; 0 steps made after a load of the state \w+ on rank 1"
+        aiodist.MismatchError, match=r"rank 0: 1 step made; rank 1: 0 steps made after a load of the state \w+"
     ):
         await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
 
@@ -134,7 +132,7 @@ async def test_n3_a_state_that_one_rank_loads_before_the_first_step(coll: Commun
     """Or another one than the others; once all have loaded the same, the next step works."""
     net, opt = await Trial.made(coll)
     states = [{name: t + i for name, t in Trial.Mlp().state_dict().items()} for i in range(2)]
-    alone = r"0 steps made on rank 0; 0 steps made after a load of the state \w+ on rank 1"
+    alone = r"rank 0: 0 steps made; rank 1: 0 steps made after a load of the state \w+"
     if coll.rank:
         net.load_state_dict(states[1])
     for _ in range(2):
@@ -143,7 +141,9 @@ async def test_n3_a_state_that_one_rank_loads_before_the_first_step(coll: Commun
     with pytest.raises(aiodist.MismatchError, match=alone):
         await net.backward(Trial.loss(net, coll.rank, 0))
     net.load_state_dict(states[coll.rank])
-    with pytest.raises(aiodist.MismatchError, match=r"the state \w+ on rank 0; 0 steps made after a load of the state"):
+    with pytest.raises(
+        aiodist.MismatchError, match=r"0: .* the state \w+; rank 1: 0 steps made after a load of the state"
+    ):
         await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     net.load_state_dict(states[0])
     await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
@@ -160,7 +160,7 @@ async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator) -> None:
     with pytest.raises(RuntimeError, match="size mismatch") if coll.rank else nullcontext():
         net.load_state_dict({**state, "0.weight": torch.zeros(1)} if coll.rank else state)
     with pytest.raises(
-        aiodist.MismatchError, match=r"0 steps made after a load of the state \w+ on rank 0; 1 step made on rank 1"
+        aiodist.MismatchError, match=r"rank 0: 0 steps made after a load of the state \w+; rank 1: 1 step made"
     ):
         await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
 
@@ -185,7 +185,7 @@ async def test_n3_numbers_of_steps_beside_join(coll: Communicator) -> None:
                 with suppress(ArithmeticError):
                     await net.step(partial(Trial.loss, net, coll.rank, step), opt)
 
-    with pytest.raises(aiodist.MismatchError, match=r"8 steps made, since .* on rank 1; 9 steps made on rank 2"):
+    with pytest.raises(aiodist.MismatchError, match=r"rank 1: 8 steps made, since .*; rank 2: 9 steps made"):
         await train()
 
 
@@ -210,14 +210,10 @@ def test_n3_uneven_numbers_of_steps(counts: tuple[int, ...], sizes: dict[str, An
 
     run_ranks(len(counts), main)
     fewest = min(counts)
-    said = [
-        f"rank {rank} closes the net after {fewest} steps"
-        if count == fewest
-        else f"rank {rank} is in step {fewest + 1}"
-        for rank, count in enumerate(counts)
-    ]
+    closing = "ranks 0, 2" if len(counts) == 3 else "rank 0"
+    said = f"{closing}: closes the net after {fewest} steps; rank 1: is in step {fewest + 1}"
     assert len(texts) == len(counts)
-    assert all(f"{', '.join(said)}: every rank must make as many" in text for text in texts)
+    assert all(f"{said}; every rank must make as many" in text for text in texts)
     assert all("`async with net.join():`" in text for text in texts)
     for rank, note in calls:
         call = "net.aclose" if counts[rank] == fewest else "(net.step|opt.flush)" if pipelined else "net.step"
@@ -229,7 +225,7 @@ async def test_n3_after_an_uneven_end_a_step_is_refused(coll: Communicator) -> N
     own = await coll.dup()
     net, opt = await Trial.made(own)
     step = partial(net.step, partial(Trial.loss, net, coll.rank, 0), opt)
-    with pytest.raises(aiodist.MismatchError, match="rank 0 closes the net after 0 steps, rank 1 is in step 1"):
+    with pytest.raises(aiodist.MismatchError, match="rank 0: closes the net after 0 steps; rank 1: is in step 1"):
         await (step() if coll.rank else net.aclose())
     with pytest.raises((aiodist.CommunicatorAborted, RuntimeError), match=r"closes the net after 0 steps|is closed"):
         await asyncio.wait_for(step(), 60)
@@ -246,9 +242,9 @@ async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator) -> None:
         async with net.join(opt):
             await step()
 
-    with pytest.raises(aiodist.MismatchError, match=r"rank 0 is in net\.join\(\), rank 1 is not: every rank must en"):
+    with pytest.raises(aiodist.MismatchError, match=r"net\.join\(\): rank 0: inside; rank 1: outside; every rank"):
         await (step() if coll.rank else joined())
-    with pytest.raises(aiodist.CommunicatorAborted, match=r"rank 0 is in net\.join\(\), rank 1 is not"):
+    with pytest.raises(aiodist.CommunicatorAborted, match=r"rank 0: inside; rank 1: outside"):
         await asyncio.wait_for(step(), 60)
     assert await coll.allreduce(1) == 2
 

@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.backends.base import DTYPES, dtype_code, dtype_name
 from aiodist.backends.cuda_ipc.mapping import REMEDY, Mapped, Mapper, address_of, living
+from aiodist.control import disagreement
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
@@ -303,10 +304,8 @@ class Loan:
         self._announced[rank] = _Announcement(number, offset, announced, numbers)
         self._borrowed[rank] = self._mappings.borrow(rank, number, text if state == _DESCRIBED else None)
         if (kind, announced) != (dtype_code(self._t.dtype), numel):
-            raise MismatchError(
-                f"ranks disagree on an operation by CUDA IPC: rank {rank} has {announced} {dtype_name(DTYPES[kind])}, "
-                f"expected {numel} {dtype_name(self._t.dtype)}"
-            )
+            theirs, mine = f"{announced} {dtype_name(DTYPES[kind])}", f"{numel} {dtype_name(self._t.dtype)}"
+            raise MismatchError(f"{disagreement('an operation by CUDA IPC', {rank: theirs})}; expected {mine}")
 
     def tensor(self, rank: int) -> Tensor:
         """Return the tensor that `rank` has lent, flat, or raise BackendError if the mapping fails."""

@@ -12,6 +12,7 @@ from aiodist.collectives.choice.table import DEVICES, HOSTS, LIMITS, Edit, Limit
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
+from aiodist.control import disagreement
 from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import OPERATIONS
@@ -137,9 +138,7 @@ async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], 
     everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
     await p.run([Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size)])
     texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
-    if other:
-        sides = "; ".join(f"rank {rank}: {texts[rank]}" for rank in (0, other))
-        error = MismatchError(f"ranks edit the selector differently: {sides}")
+    if len(set(texts)) > 1:
+        error = MismatchError(disagreement("the edit of the selector", texts))
         differ(error)
         raise error

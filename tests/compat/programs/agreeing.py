@@ -81,7 +81,7 @@ def differ(make: Callable[..., dict[str, Callable[[], Any]]], name: str, ours: t
     """Make a call that the last rank makes otherwise, on a communicator of its own: an error of ERR_ARG on each."""
     comm = MPI.COMM_WORLD.Dup()
     call = make(comm, *(theirs if comm.rank == comm.size - 1 else ours))[name]
-    with pytest.raises(MPI.Exception, match=r"ranks disagree|cannot be concatenated") as raised:
+    with pytest.raises(MPI.Exception, match=r"ranks disagree") as raised:
         call()
     assert raised.value == MPI.ERR_ARG, (name, ours, theirs, raised.value)
     comm.Free()
