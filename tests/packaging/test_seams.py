@@ -29,7 +29,7 @@ RULES = {
     "communicator": "claims conversation facts fingerprint levels messages oplog",
     "control": "generations roster wire",
     "data": "nesting queue_machine shards",
-    "doctor": "report",
+    "doctor": "findings",
     "launch": "tracebacks verdict",
     "nn": "blocks layout pass_machine pass_status",
     "ps": "machines optimizers row_store rows rules settings wire",
@@ -60,7 +60,7 @@ PARTS = {
     "collectives.choice.tablefile launch.scratch",
     "the launcher and the doctor, with processes of the test": "launch.commands launch.discover launch.elastic "
     "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.wire launch.worker "
-    "doctor.calls doctor.here doctor.hosts world.pinning",
+    "doctor.ask doctor.here doctor.hosts world.pinning",
     "the control channel, with sockets of the test": "control.link control.places",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
