@@ -21,7 +21,7 @@ from aiodist import codecs
 from aiodist.bench.records import Record
 from aiodist.bench.timing import percentile
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, synchronize_gradients
-from aiodist.nn.data_parallel import Driver
+from aiodist.nn.drivers import Driver
 from benchmarks import models, suite, threads
 from benchmarks.ticker import ticker
 

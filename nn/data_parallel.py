@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from inspect import signature
 from itertools import chain
-from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, overload, runtime_checkable
+from typing import Any, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +15,30 @@ from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator, parts_of
-from aiodist.communicator.duplicate import duplicate
-from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
-from aiodist.handles import Handle, Operation, internals
+from aiodist.handles import Handle
 from aiodist.handles.calls import located
-from aiodist.handles.state import FutureWaiter
-from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
-from aiodist.nn.compression import Compression, Compressor, checked_compression
+from aiodist.nn.binding import Binding
+from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.compression import Compression, Compressor
 from aiodist.nn.compute import Compute, Forward, plain_step
-from aiodist.nn.deals import Sizes
-from aiodist.nn.devices import cuda_devices, placement
-from aiodist.nn.hyperparameters import optimizers_of
-from aiodist.nn.joiners import Expected, SettingsState, check_kinds
-from aiodist.nn.layout import check_same_structure, named_state
+from aiodist.nn.devices import cuda_devices
+from aiodist.nn.drivers import Driver, Recovering, check_one_pass, check_recovers, shared_states
+from aiodist.nn.join import join
+from aiodist.nn.joiners import Expected, JoinedState
 from aiodist.nn.made import MadeTogether
 from aiodist.nn.module_like import ModuleLike
-from aiodist.nn.per_rank import Shared, SharedState, as_list
+from aiodist.nn.opening import Arguments, open_with_others
+from aiodist.nn.per_rank import Shared, as_list
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import Changes, StepSettings, hash_of
-from aiodist.nn.synchronize import share_furthest, share_longest, synchronize_buffers
+from aiodist.nn.synchronize import synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
-from aiodist.streams import HostStream
-from aiodist.types import Stateful, SumOrMean, check_trains, settings_text, sum_or_mean
+from aiodist.types import Stateful, SumOrMean, check_trains
 
 __all__ = [
     "DataParallel",
     "DataParallelStatistics",
-    "Driver",
-    "check_one_pass",
     "check_optimizer",
     "check_updated",
     "compute_of",
@@ -56,45 +49,6 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 A = TypeVar("A")
-
-SIZES = Sizes(4 << 20, 1 << 20)
-"""Default sizes of buckets."""
-SIZES_ON_CUDA = Sizes(32 << 20, 4 << 20)
-"""Default sizes with parameters on CUDA devices: fewer buckets, each with some work of the host."""
-_BACKGROUND_BYTES = 32 << 10
-
-
-@runtime_checkable
-class Driver(Stateful, Protocol):
-    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`.
-
-    If each `train` makes one pass of all ranks, the attribute `pass_lag` may say so: 0 if that `train` raises an error
-    of another rank, 1 if the next one does. Without it, `Engine` has ranks ask each other before a step.
-    """
-
-    def train(self, forward: Forward) -> object:
-        """Do one step on the compute thread, with the settings of `forward`, whose result `net.step` returns."""
-
-    async def flush(self) -> None:
-        """Return when all updates are made."""
-
-    @property
-    def pending(self) -> bool:
-        """True while some updates are still to be made."""
-
-
-@runtime_checkable
-class Recovering(Driver, Protocol):
-    """A driver with which a net can continue on another communicator."""
-
-    def retreat(self) -> Stateful:
-        """Return to the last step whose updates were all made; return the state that ranks share.
-
-        The compute thread has ended. It may be called again before `resume`.
-        """
-
-    def resume(self) -> None:
-        """Continue with the state of the net."""
 
 
 class DataParallel(MadeTogether, ModuleLike):
@@ -113,22 +67,19 @@ class DataParallel(MadeTogether, ModuleLike):
     """
 
     _create = "create(module, coll)"
-    _op: Literal["mean", "sum"]
-    _sizes: Sizes
-    _compression: Compression | None
-    _settings: StepSettings
-    _optimizer: Optimizer | Driver | None = None
-    _work: Handle[Any] | None = None
-    """The newest step or backward that was asked for."""
-    _passes: set[asyncio.Future[None]]
-    """Passes of `backward_iter` in flight."""
-    _expected: tuple[Expected, ...] = ()
-    _stateful: SettingsState
-    _refuses: str | None = "is on no communicator"
-    _reducer: Reducer
-    """A `Driver` gets it by `reducer_of(net)`."""
-    _compute: Compute
-    """A `Driver` gets it by `compute_of(net)`."""
+
+    def __init__(self, arguments: Arguments, settings: StepSettings, joined: JoinedState, binding: Binding) -> None:
+        self._module = arguments.shared.module
+        self._shared = arguments.shared
+        self._arguments = arguments
+        self._settings = settings
+        self._joined = joined
+        """State from the other ranks for drivers and schedulers that are still to be made."""
+        self._bind(binding)
+
+    def _bind(self, binding: Binding) -> None:
+        self._binding = binding
+        binding.reducer.steps.keep_own(self._settings.per_rank)
 
     @classmethod
     @located
@@ -190,33 +141,24 @@ class DataParallel(MadeTogether, ModuleLike):
         or unfrozen.
 
         """
-        op = sum_or_mean(op)
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
         divided, per_rank = divided_parameters(module), as_list(settings.get("per_rank"))
         shared = Shared(module, per_rank, divided)
         known = StepSettings(divided=divided).changed(shared, {**settings, "per_rank": per_rank})
-        usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
-        sizes = Sizes(
-            usual.bucket if bucket_bytes is None else bucket_bytes,
-            usual.first if first_bucket_bytes is None else first_bucket_bytes,
-        )
-        Reducer.check_free(shared.named_parameters())
-        compression = None if compress is None else checked_compression(compress, shared.named_parameters())
-        net = cls.__new__(cls)
-        net._module, net._shared, net._op, net._sizes = module, shared, op, sizes
-        net._compression, net._settings = compression, known
-        net._passes = set()
+        arguments = Arguments.checked(shared, op, bucket_bytes, first_bucket_bytes, compress)
         for each in state:
             if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
-                known_kinds = "only drivers, such as PipelinedOptimizer, stand for one that is made next"
-                raise TypeError(f"create(…, {each.__name__}): {known_kinds}")
-        stands = [Expected(each) if isinstance(each, type) else each for each in state]
-        net._expected = tuple(each for each in stands if isinstance(each, Expected))
-        net._stateful = SettingsState(known.stateful)
-        await net._bind(coll, stands, _alike("create", stands, known.per_rank), 0)
-        return net
+                raise TypeError(
+                    f"create(…, {each.__name__}): a class stands for a driver that is made next, such as "
+                    "PipelinedOptimizer"
+                )
+        kinds = [each.__name__ if isinstance(each, type) else type(each).__name__ for each in state]
+        owners = [Expected(each) if isinstance(each, type) else each for each in state]
+        joined = JoinedState([each for each in owners if isinstance(each, Expected)], known.stateful)
+        states = shared_states("create", owners, known.per_rank)
+        return cls._made(arguments, known, joined, await open_with_others(arguments, coll, states, kinds, joined, 0))
 
     @located
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
@@ -246,119 +188,43 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: that of `create`, a broadcast of `state`, and memory for the incoming state until all of it is there.
 
         """
-        self._check_loop()
-        self._check_state(state)
-        if self._refuses is None:
-            if coll is self._home:
+        before = self._binding
+        before.check_loop()
+        if self._settings.divided:
+            raise RuntimeError(
+                "rebind of a module whose layers are divided among ranks, and blocks may be lost: make a new net, and "
+                "load the last checkpoint"
+            )
+        shared_states("rebind", state, self._settings.per_rank)
+        check_recovers(state, before.optimizer, before.reducer.kept_by)
+        if before.ended is None:
+            if coll is before.home:
                 return
             if parts_of(coll).registry.elastic is None:
-                check_updated(self)
+                before.check_updated()
             await self.aclose()
-        await self._compute.stream.aclose()  # what was asked for may still run
-        recovering = [each for each in state if isinstance(each, Recovering)]
+        await before.compute.stream.aclose()  # its work may still run after an abort
         for device in cuda_devices(self._module.parameters()):
             torch.cuda.synchronize(device)  # the compute thread had a stream of its own
         shared = [each.retreat() if isinstance(each, Recovering) else each for each in state]
-        shared = _alike("rebind", shared, self._settings.per_rank)
+        states = shared_states("rebind", shared, self._settings.per_rank)
         for parameter in self._module.parameters():
             parameter.grad = None
-        await self._bind(coll, state, shared, self._reducer.steps.whole)
-        for each in recovering:
-            each.resume()
-
-    def _check_state(self, state: Sequence[Stateful]) -> None:
-        """Raise if the net may not continue on other ranks with `state`."""
-        if self._settings.divided:
-            what = (
-                "layers are divided among ranks, and blocks may be lost: make a new net, and load the last checkpoint"
-            )
-            raise RuntimeError(f"rebind of a module whose {what}")
-        _alike("rebind", state, self._settings.per_rank)
-        for each in (*state, self._optimizer):
-            if isinstance(each, Driver) and not isinstance(each, Recovering | Optimizer):
-                raise TypeError(
-                    f"rebind with {type(each).__name__}, which has no `retreat` and `resume` for other ranks: "
-                    "make a new net and optimizer, and load the last checkpoint"
-                )
-        for needed, why in ((self._optimizer, "made the last step"), (self._reducer.kept_by, "keeps the buckets")):
-            if needed is not None and all(each is not needed for each in state):
-                raise ValueError(f"rebind without {type(needed).__name__}, which {why}: expected it")
-
-    async def _bind(
-        self, coll: Communicator, owners: Sequence[Stateful], state: Sequence[Stateful], made: int | None
-    ) -> None:
-        """Make what the net has on `coll`; ranks give one another `state`, which is the `owners`'.
-
-        This rank has `made` so many steps, None where it is in the midst of one.
-        """
-        shared, op, sizes = self._shared, self._op, self._sizes
-        if coll.size > 1:
-            _check_forward(shared)
-        if parts_of(coll).registry.elastic is not None:
-            state = (*state, self._stateful)
-        own = await duplicate(coll)
-        parts_of(own).dispatcher.large_bytes = _BACKGROUND_BYTES
-        hook: CommHook = Allreduce(own, op)
-        made_of_it: list[Communicator] = []
-        try:
-            made_of_it.append(side := await duplicate(own))
-            made_of_it.append(status := await duplicate(own))
-            frozen = ", ".join(name for name, p in shared.named_parameters() if not p.requires_grad)
-            named = named_state(shared)
-            rows = row_parameters(shared.module)
-            sparse = ", ".join(name for name, p in shared.named_parameters() if p in rows)
-            kinds = ", ".join((each.kind if isinstance(each, Expected) else type(each)).__name__ for each in owners)
-            also = (
-                placement(named),
-                f"op={op!r}, compress={settings_text(self._compression)} "
-                f"and buckets of {sizes.bucket} and {sizes.first} bytes",
-                f"frozen: {frozen or 'nothing'}",
-                f"sparse gradients: {sparse or 'none'}",
-            )
-            await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
-            if self._compression is not None:
-                hook = Compressor(self._compression, own, op, shared.named_parameters())
-                await hook.open()
-            told = await own.allgather_object(
-                (made, None if self._expected else self._stateful.kinds, _place_of(shared, own))
-            )
-            _check_apart([place for *_, place in told])
-            if self._stateful in state:
-                check_kinds([kinds for _, kinds, _ in told])
-            # From where it writes to `admit` nothing suspends.
-            made = await share_furthest(own, shared, state, [steps for steps, *_ in told])
-            reducer = Reducer(own, status, shared, op=op, sizes=sizes, hook=hook)
-        except BaseException as error:
-            why, given_up = f"{own.name} was given up", parts_of(own).dispatcher.lifetime.refusal is not None
-            if not given_up and not isinstance(error, MismatchError):  # which all ranks find; else they wait for this
-                how = "failed" if isinstance(error, Exception) else "was cancelled"
-                why, given_up = f"rank {own.rank} {how} while a net was made: {error!r}", True
-                own.abort(why)
-            if given_up:  # a rank may lack one of these: nobody is to wait for it there
-                for each in made_of_it:
-                    each.abort(why)
-            await hook.aclose()
-            with suppress(CommunicatorError, DeadlockError, PeerError):  # it was aborted, and `error` says so
-                await own.aclose()
-            raise
-        reducer.steps.alike(made)
-        reducer.steps.keep_own(self._settings.per_rank)
-        stream = HostStream(f"compute {own.name}")
-        await stream.__aenter__()
-        self._home, self._coll = coll, own
-        self._side = side  # what the user calls while reductions may be under way
-        self._reducer, self._compute = reducer, Compute(stream, reducer)
-        self._refuses = None
-        parts_of(status).registry.members.admit(
-            status, _Guest(self)
-        )  # the last that was made is the first to be closed
+        kinds = [type(each).__name__ for each in state]
+        steps = before.reducer.steps.whole
+        binding = await open_with_others(self._arguments, coll, states, kinds, self._joined, steps)
+        binding.optimizer = before.optimizer
+        self._bind(binding)
+        for each in state:
+            if isinstance(each, Recovering):
+                each.resume()
 
     # --- the module ---------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module does with these arguments, computed here, on the calling thread."""
-        if not self._compute.is_current():
-            self._reducer.watch()
+        if not self._binding.compute.is_current():
+            self._binding.reducer.watch()
         return self._module(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -380,7 +246,7 @@ class DataParallel(MadeTogether, ModuleLike):
         To save a checkpoint in the background use `aiodist.save`.
 
         """
-        check_updated(self)
+        self._binding.check_updated()
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -404,14 +270,10 @@ class DataParallel(MadeTogether, ModuleLike):
             ```
 
         """
-        check_updated(self)
-        if not self._compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
-            raise RuntimeError(
-                "a step or a backward is in flight, on the compute thread, and uses the parameters: await it first, or "
-                "load after it, `await net.submit(net.load_state_dict, state)`"
-            )
+        self._binding.check_loads()
         self._module.load_state_dict(state, strict=strict)
-        self._reducer.steps.alike(loaded=hash_of([slot.parameter for slot in self._reducer.slots]))
+        reducer = self._binding.reducer
+        reducer.steps.alike(loaded=hash_of([slot.parameter for slot in reducer.slots]))
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -448,8 +310,8 @@ class DataParallel(MadeTogether, ModuleLike):
         """
         if changes:
             self._settings = self._settings.changed(self._shared, changes)
-            self._stateful.change(self._settings.stateful)
-            self._reducer.steps.keep_own(self._settings.per_rank)
+            self._joined.change(self._settings.stateful)
+            self._binding.reducer.steps.keep_own(self._settings.per_rank)
         return self._settings
 
     @overload
@@ -520,36 +382,36 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: an allreduce of each bucket during backward, and one of a number for each parameter and each rank.
 
         """
-        self._check()
+        binding, per_rank = self._binding, self._settings.per_rank
+        reducer, compute = binding.reducer, binding.compute
+        binding.check()
         closures = forward if isinstance(forward, Sequence) else [forward]
-        known = opt is self._optimizer is not None  # looking whether it is a Driver takes 20 us
+        known = opt is binding.optimizer is not None  # isinstance(opt, Driver) takes 20 us
         if not closures or not all(map(callable, closures)) or not (known or isinstance(opt, (Optimizer, Driver))):
             given = f"{type(forward).__name__} and {type(opt).__name__}"
             raise TypeError(
                 f"step({given}): expected a function that returns the loss, as `lambda: loss_fn(net(x), y)`, or a list "
                 "of such functions; and an optimizer"
             )
-        self._check_reduces("step")
-        self._check_kept()
-        self._check_owner(opt)
-        if opt is not self._optimizer:
-            check_updated(self)
-            self._stateful.check()
+        binding.check_reduces("step", opt)
+        binding.check_kept()
+        if not known:
+            binding.check_updated()
+            self._joined.check()
             check_optimizer(self, opt)
-            self._optimizer = opt
-        if self._settings.per_rank and (self._reducer.joining or parts_of(self._coll).registry.elastic is not None):
-            what = "join" if self._reducer.joining else "rebind"
-            _alike(what, [opt], self._settings.per_rank)
+            binding.optimizer = opt
+        if per_rank and (reducer.joining or binding.elastic):
+            shared_states("join" if reducer.joining else "rebind", [opt], per_rank)
         if isinstance(opt, Optimizer):
-            self._reducer.steps.check_known(opt)
+            reducer.steps.check_known(opt)
         elif (check := getattr(opt, "_check_parameters", None)) is not None:
             check()
-        self._reducer.devices.lend((args, kwargs))
+        reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
-        work = Forward(runs, self._settings, self._compute, opt, several=isinstance(forward, Sequence))
+        work = Forward(runs, self._settings, compute, opt, several=isinstance(forward, Sequence))
         if isinstance(opt, Optimizer):
-            return await self._timely(self._compute.submit(plain_step, work, opt, self._compute))
-        await self._timely(self._compute.submit(opt.train, work))
+            return await binding.finish(compute.submit(plain_step, work, opt, compute))
+        await binding.finish(compute.submit(opt.train, work))
         return work.result
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
@@ -572,12 +434,12 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: 25 to 30 us until the result is there.
 
         """
-        self._check()
-        self._reducer.devices.lend((args, kwargs))
+        binding = self._binding
+        binding.check()
+        binding.reducer.devices.lend((args, kwargs))
         if any(isinstance(x, Optimizer) for x in (getattr(fn, "__self__", None), *args)):
-            self._work = handle = self._compute.submit(self._reducer.steps.blamed(fn), *args, **kwargs)
-            return handle
-        return self._compute.submit(fn, *args, **kwargs)
+            return binding.note(binding.compute.submit(binding.reducer.steps.blamed(fn), *args, **kwargs))
+        return binding.compute.submit(fn, *args, **kwargs)
 
     @located
     async def backward(
@@ -615,13 +477,14 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: that of `step`.
 
         """
-        self._check()
+        binding = self._binding
+        binding.check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
-        if self._reducer.local:
-            await self._timely(self._compute.submit(self._compute.keep, loss, how))
+        if binding.reducer.local:
+            await binding.finish(binding.compute.submit(binding.compute.keep, loss, how))
             return
-        self._check_owner()
-        await self._timely(self._compute.submit(self._compute.reduce_all, lambda: loss, **how))
+        binding.check_reduces("backward")
+        await binding.finish(binding.compute.submit(binding.compute.reduce_all, lambda: loss, **how))
 
     async def backward_iter(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
         """Run backward, and yield each parameter with its reduced gradient, which is now its `.grad`.
@@ -651,16 +514,16 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: that of `step`.
 
         """
-        self._check()
-        self._check_reduces("backward_iter")
-        self._check_owner()
+        binding = self._binding
+        binding.check()
+        binding.check_reduces("backward_iter")
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
-        work = self._compute.submit(self._compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
+        work = binding.compute.submit(binding.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
         late: list[Slot] = []
-        # Where the caller leaves early it goes on, and asyncio reports its error, which nobody awaits then.
+        # It continues if the caller leaves early, and asyncio reports its error then.
         ended = asyncio.ensure_future(_ended(work, arrivals))
-        self._passes.add(ended)
-        ended.add_done_callback(self._passes.discard)
+        binding.passes.add(ended)
+        ended.add_done_callback(binding.passes.discard)
         while (bucket := await arrivals.get()) is not None:
             late += bucket.unused
             bucket.scale()
@@ -691,7 +554,7 @@ class DataParallel(MadeTogether, ModuleLike):
         `net.step([forward, forward2], opt)` does the same in one call.
 
         """
-        with self._reducer.apart():
+        with self._binding.reducer.apart():
             yield
 
     @asynccontextmanager
@@ -720,50 +583,9 @@ class DataParallel(MadeTogether, ModuleLike):
         as their ranks still have data.
 
         """
-        self._check()
-        if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
-            raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
-        _alike("join", optimizers, self._settings.per_rank)
-        finished = self.submit(self._compute.finish)  # a step that failed here may not have ended yet
-        try:
-            await finished
-        except asyncio.CancelledError as error:  # the others may be in the block, and hear of it there alone
-            finished.add_done_callback(partial(self._leave_join, error, 1))
-            raise
-        before = self._reducer.statistics.passes
-        self._reducer.joining += 1
-        try:
+        self._binding.check()
+        async with join(self._binding, optimizers, self._settings):
             yield
-            last = self._optimizer or self._reducer.kept_by  # the latter where no step was made here
-            drivers = optimizers or ((last,) if isinstance(last, Optimizer | Driver) else ())
-            for driver in drivers:
-                if isinstance(driver, Driver):
-                    await driver.flush()
-            if self._reducer.devices:
-                await self.submit(self._compute.finish)
-            mine = self._reducer.statistics.passes - before
-            active = True
-            while active:
-                reduction = await self._compute.submit(self._compute.bring_nothing)
-                await reduction.finished
-                if self._reducer.owner is not None:
-                    await self._compute.submit(self._compute.follow, reduction)
-                active = reduction.participants > 0
-        except BaseException as error:
-            self._leave_join(error, 0)
-            raise
-        self._reducer.joining -= 1
-        if self._reducer.owner is not None:  # this rank has made the others' steps
-            await self._reducer.owner.flush()
-            return
-        alike = _alike("join", drivers, self._settings.per_rank)
-        settings = [each for each in self._settings.stateful if all(each is not given for given in drivers)]
-        steps = await share_longest(self._coll, (mine, self._reducer.steps.made), self._shared, alike, settings)
-        self._reducer.steps.alike(steps)
-
-    def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:
-        self._reducer.joining += entered
-        Operation.of(self._compute.submit(self._compute.see_out, error)).mark_retrieved()  # no code waits for it
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
         """Give all ranks the buffers of `root`, such as the statistics of BatchNorm, or the mean of all ranks.
@@ -783,8 +605,8 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: one broadcast of all buffers; for a mean, an allreduce.
 
         """
-        self._check()
-        return synchronize_buffers(self._shared, self._side, how=how, root=root)
+        self._binding.check()
+        return synchronize_buffers(self._shared, self._binding.side, how=how, root=root)
 
     @property
     def per_rank(self) -> Sequence[Tensor]:
@@ -798,17 +620,19 @@ class DataParallel(MadeTogether, ModuleLike):
         A signal asks a rank with `init(stop_on_signal=True)`, and so does `coll.request_stop()`. With a driver that
         finishes its passes after its steps (`pass_lag`), such as `PipelinedOptimizer`, it becomes true one step later.
         """
-        return self._reducer.stopped_before if getattr(self._optimizer, "pass_lag", 0) else self._reducer.stopped
+        reducer = self._binding.reducer
+        return reducer.stopped_before if getattr(self._binding.optimizer, "pass_lag", 0) else reducer.stopped
 
     @property
     def coll(self) -> Communicator:
         """A duplicate of the communicator, for collectives of all ranks between two steps; it ends with the net."""
-        return self._side
+        return self._binding.side
 
     @property
     def compressor(self) -> Compressor | None:
         """The compressor of the gradients, or None; its `state_dict` holds this rank's residuals, for a checkpoint."""
-        return self._reducer.hook if isinstance(self._reducer.hook, Compressor) else None
+        hook = self._binding.reducer.hook
+        return hook if isinstance(hook, Compressor) else None
 
     @property
     def steps_done(self) -> int:
@@ -816,38 +640,16 @@ class DataParallel(MadeTogether, ModuleLike):
 
         It continues with `rebind`. A step that a scaler skipped does not count.
         """
-        return self._reducer.steps.total
+        return self._binding.reducer.steps.total
 
     def statistics(self) -> DataParallelStatistics:
         """Return the cost of the reductions of gradients so far, on this rank; nothing is sent."""
-        return self._reducer.statistics
-
-    # --- steps --------------------------------------------------------------------------------------------------
-
-    async def _timely(self, work: Handle[T]) -> T:
-        """Return the result of `work`; raise `OperationTimeout` when one of its reductions is late: it goes on."""
-        self._work = work
-        try:
-            return await (work if self._coll.timeout is None else self._over(work))
-        finally:
-            if self._work is work and work.done():
-                self._work = None
-
-    async def _over(self, work: Handle[T]) -> T:
-        over = FutureWaiter(self._reducer.progress.loop.create_future())
-        self._reducer.waiting.append(over.future)
-        internals.add_waiter(work, over)
-        try:
-            await over.future
-            return work.result()
-        finally:
-            internals.remove_waiter(work, over)
-            self._reducer.waiting.remove(over.future)
+        return self._binding.reducer.statistics
 
     @property
     def closed(self) -> bool:
         """True once the net was closed, by itself or with its communicator."""
-        return self._refuses is not None
+        return self._binding.ended is not None
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -858,8 +660,8 @@ class DataParallel(MadeTogether, ModuleLike):
         All ranks call it; more calls do nothing. Parameters and `.grad` stay as they are, and the module may be wrapped
         again.
         """
-        self._check_loop()
-        await self._coll.aclose()
+        self._binding.check_loop()
+        await self._binding.coll.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -868,175 +670,38 @@ class DataParallel(MadeTogether, ModuleLike):
         if error[0] is None:
             await self.aclose()
 
-    def _check_reduces(self, call: str) -> None:
-        if self._reducer.local:
-            raise RuntimeError(f"net.{call} inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
-
-    def _check_kept(self) -> None:
-        if not self._reducer.kept:
-            return
-        gradients = [p.grad for p in self._shared.parameters() if p.grad is not None]
-        if any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients):
-            raise RuntimeError(
-                "net.step forgets gradients before it computes new ones, also those that backwards in net.no_sync() "
-                "have added up: give it all forwards as a list, `await net.step([forward, …], opt)`, or have the next "
-                "backward reduce the sum, `await net.backward(loss)`, and then `await net.submit(opt.step)`. "
-                "`net.zero_grad()` drops them"
-            )
-        self._reducer.kept = False
-
-    def _check_owner(self, opt: object = None) -> None:
-        owner = self._reducer.owner
-        if owner is not None and owner is not opt:
-            raise RuntimeError(
-                f"the gradients of this net go to the shards of {owner!r}, and never to the parameters: expected "
-                "`await net.step(forward, sharded)` with that, or its close() first"
-            )
-
-    def _check(self) -> None:
-        if self._refuses is not None:
-            raise RuntimeError(f"this DataParallel {self._refuses}")
-        self._check_loop()
-
-    def _check_loop(self) -> None:
-        self._reducer.progress.check_here(repr(self))
-
     def __repr__(self) -> str:
-        return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
-
-
-class _Guest:
-    """A net as its communicator sees it: it ends before that does."""
-
-    def __init__(self, net: DataParallel) -> None:
-        self._net = net
-
-    def __repr__(self) -> str:
-        return repr(self._net)
-
-    async def close(self) -> None:
-        net = self._net
-        failed: Exception | None = None
-        try:
-            if isinstance(net._optimizer, Driver):
-                await net._optimizer.flush()
-            if net._reducer.devices:
-                await net._compute.submit(net._compute.finish)
-            with suppress(CommunicatorError, PeerError):  # it was given up: there is nobody to be waited for
-                await net._compute.submit(net._compute.end)
-        except Exception as error:  # noqa: BLE001  - raised at the end; cancelled, it is to give up instead
-            failed = None if net._reducer.parted and isinstance(error, CommunicatorError) else error
-        if isinstance(failed, DeadlockError):  # raised where each rank of it waited
-            failed = None
-        net._refuses = "is closed"
-        await net._compute.stream.aclose()
-        await net._reducer.hook.aclose()
-        net._reducer.release()
-        if failed is not None:
-            raise failed
-
-    def abort(self) -> None:
-        net = self._net
-        net._refuses = net._refuses or "was given up"  # an end that failed has closed it
-        net._compute.stream.abort()
-        net._reducer.hook.abort()
-        net._reducer.release()
-
-
-def _alike(call: str, state: Sequence[T], per_rank: Sequence[Tensor]) -> list[T | SharedState]:
-    """Return the `state` that ranks give one another: that of an optimizer without parameters that are `per_rank`.
-
-    Raises ValueError for a driver with such parameters, and an optimizer whose state is not of torch's form.
-    """
-    own = frozenset(map(id, per_rank))
-    found: list[T | SharedState] = []
-    for each in state:
-        optimizers = optimizers_of(each) if own and isinstance(each, Optimizer | Driver) else []
-        mixed = [opt for opt in optimizers if any(id(p) in own for group in opt.param_groups for p in group["params"])]
-        if mixed and not (isinstance(each, Optimizer) and type(each).load_state_dict is Optimizer.load_state_dict):
-            raise ValueError(
-                f"{call}: {type(each).__name__} has parameters that each rank keeps for itself (per_rank), and {call} "
-                "gives all ranks one rank's state of it. Give those parameters an optimizer of their own, and step it "
-                "after `net.step` with `await net.submit(own.step)`"
-            )
-        found.append(SharedState(mixed[0], own) if mixed else each)
-    return found
+        return repr(self._binding)
 
 
 def reducer_of(net: DataParallel) -> Reducer:
     """Return what reduces the gradients of `net`; it changes with `rebind`."""
-    return net._reducer
+    return net._binding.reducer
 
 
 def compute_of(net: DataParallel) -> Compute:
     """Return the compute thread of `net`; it changes with `rebind`."""
-    return net._compute
+    return net._binding.compute
 
 
 def check_updated(net: DataParallel) -> None:
     """Raise RuntimeError while the optimizer of the last step has pending updates."""
-    if isinstance(net._optimizer, Driver) and net._optimizer.pending:
-        raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
+    net._binding.check_updated()
 
 
 def expected_state(net: DataParallel, driver: Recovering, load: Callable[[Any], None]) -> Any:
-    """Return the state that `create` received for such a driver, once, for `load`; or None."""
-    found = next((each for each in net._expected if isinstance(driver, each.kind)), None)
-    net._expected = tuple(each for each in net._expected if each is not found)
-    if found is None or found.state is None:
-        return None
-    found.load = load
-    net._stateful.expect(found)
-    return found.state
-
-
-def check_one_pass(opt: Optimizer) -> None:
-    """Raise TypeError for an optimizer whose step needs a function that computes the loss, such as LBFGS."""
-    _, *kinds = signature(type(opt).step).parameters.values()  # a scheduler wraps what the optimizer itself has
-    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in kinds):
-        raise TypeError(
-            f"{type(opt).__name__} runs forward and backward by itself, as often as it likes (its `closure`), and here "
-            "a step runs them once, reduces, and updates with what is reduced: expected an optimizer whose step() "
-            "needs no closure, or `await asyncio.to_thread(opt.step, closure)` with one that has the loop evaluate, as "
-            "in examples/lbfgs.py"
-        )
-
-
-def _place_of(shared: Shared, coll: Communicator) -> tuple[int, int, int]:
-    """Return the host, the process and the address of the first parameter that is trained."""
-    return coll.node, os.getpid(), next((id(p) for p in shared.parameters() if p.requires_grad), 0)
-
-
-def _check_apart(places: Sequence[tuple[int, int, int]]) -> None:
-    """Raise MismatchError if two ranks have given the same module, as threads of one process can."""
-    for rank, place in enumerate(places):
-        if (first := places.index(place)) != rank and place[-1]:
-            raise MismatchError(
-                f"ranks {first} and {rank} have given the same module object: expected one for each rank. Ranks of "
-                "`run_ranks` and of the pytest plugin are threads of one process, which share what a fixture returns: "
-                "make the module in the test, or give `copy.deepcopy(module)`"
-            )
-
-
-def _check_forward(shared: Shared) -> None:
-    """Raise ValueError where forward changes parameters that are trained and that all ranks have alike."""
-    trained = {id(p) for p in shared.parameters() if p.requires_grad}
-    embeddings = [(n, m) for n, m in shared.module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    for name, each in embeddings:
-        if each.max_norm is not None and id(each.weight) in trained:
-            raise ValueError(
-                f"the embedding {name!r} has max_norm={each.max_norm}: its forward would scale the rows of this rank's "
-                "batch alone, and ranks would come to differ; expected None, and rows that you scale behind each step"
-            )
+    """Return the state that the other ranks have for a new `driver`, or None; `load` loads it."""
+    return net._joined.take(driver, load)
 
 
 def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
     """Raise TypeError for one that runs backward itself, ValueError for one of another net."""
     if isinstance(opt, Optimizer):
         check_one_pass(opt)
+        reducer = net._binding.reducer
         # Of parameters that were put into the module later the step itself tells.
-        check_trains(opt, chain((slot.parameter for slot in net._reducer.slots), net.module.parameters()), "this net")
-        net._reducer.steps.check_known(opt)
+        check_trains(opt, chain((slot.parameter for slot in reducer.slots), net.module.parameters()), "this net")
+        reducer.steps.check_known(opt)
     elif (other := getattr(opt, "net", net)) is not net:
         raise ValueError(f"{type(opt).__name__} drives {other!r}: expected one that was made for {net!r}")
 

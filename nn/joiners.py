@@ -1,4 +1,4 @@
-"""What a rank that joins a net has to wait for: drivers and schedulers, which it makes once the net is there."""
+"""The state that a rank receives when it joins a net, before the program makes the drivers and schedulers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from aiodist.types import Stateful
 
 
 class Expected:
-    """Stands for a driver that is made once the net is, and keeps the state that the other ranks have for it."""
+    """Placeholder of a driver that the program makes after the net. It keeps the state of the other ranks."""
 
     load: Callable[[Any], None]
-    """Gives it to the driver, which is made now."""
+    """Function that loads the state into the driver."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -27,56 +27,77 @@ class Expected:
         self.state = state
 
 
-class SettingsState:
-    """The scaler and the schedulers of a net, which go on in an elastic world."""
+class JoinedState:
+    """The state of the drivers, the scaler and the schedulers of a net, which an elastic world hands to new ranks.
 
-    def __init__(self, owners: Sequence[Stateful]) -> None:
-        self._owners = owners
-        self._awaited: list[tuple[str, Any]] = []
-        """What the other ranks have, where this one has not been told its settings yet."""
-        self._driver: Expected | None = None
+    As a `Stateful` it is the state of the scaler and the schedulers.
+    """
+
+    def __init__(self, drivers: Sequence[Expected], settings: Sequence[Stateful]) -> None:
+        self._drivers = list(drivers)
+        self._settings = settings
+        self._received: list[tuple[str, Any]] = []
+        """Kind and state of each setting of the other ranks, until this rank has the same settings."""
+        self._made: Expected | None = None
+        """The newest driver, until the settings are loaded."""
 
     @property
     def kinds(self) -> list[str]:
-        return [type(each).__name__ for each in self._owners]
+        """Class names of the settings with a state."""
+        return [type(each).__name__ for each in self._settings]
+
+    @property
+    def known_kinds(self) -> list[str] | None:
+        """The same, or None while drivers, and so perhaps their schedulers, are still to be made."""
+        return None if self._drivers else self.kinds
 
     def state_dict(self) -> list[tuple[str, Any]]:
-        return list(zip(self.kinds, [each.state_dict() for each in self._owners], strict=True))
+        return list(zip(self.kinds, [each.state_dict() for each in self._settings], strict=True))
 
     def load_state_dict(self, state: list[tuple[str, Any]]) -> None:
-        self._awaited = state
-        self._take()
+        self._received = state
+        self._load()
 
-    def expect(self, driver: Expected) -> None:
-        """Its schedulers may come later: to make them changes its settings, so these are to be loaded once more."""
-        self._driver = driver if self._awaited else None
+    def take(self, driver: object, load: Callable[[Any], None]) -> Any:
+        """Return the state that the other ranks have for a new `driver`, or None; each state is returned once.
 
-    def change(self, owners: Sequence[Stateful]) -> None:
-        """The settings are others now."""
-        self._owners = owners
-        self._take()
+        A scheduler of the driver, made later, changes the driver's settings, so `load` is then called once more.
+        """
+        found = next((each for each in self._drivers if isinstance(driver, each.kind)), None)
+        if found is None:
+            return None
+        self._drivers.remove(found)
+        if found.state is not None:
+            found.load = load
+            self._made = found if self._received else None
+        return found.state
 
-    def _take(self) -> None:
-        """Load what has come, once the settings are as the other ranks'."""
-        if self._awaited and self.kinds == [kind for kind, _ in self._awaited]:
-            for each, (_, state) in zip(self._owners, self._awaited, strict=True):
+    def change(self, settings: Sequence[Stateful]) -> None:
+        """Replace the settings with a state."""
+        self._settings = settings
+        self._load()
+
+    def _load(self) -> None:
+        """Load the received state once the settings have the kinds of those of the other ranks."""
+        if self._received and self.kinds == [kind for kind, _ in self._received]:
+            for each, (_, state) in zip(self._settings, self._received, strict=True):
                 each.load_state_dict(state)
-            if self._driver is not None:
-                self._driver.load(self._driver.state)
-            self._awaited, self._driver = [], None
+            if self._made is not None:
+                self._made.load(self._made.state)
+            self._received, self._made = [], None
 
     def check(self) -> None:
-        """Raise where the other ranks have settings that this one still lacks."""
-        if self._awaited:
-            theirs = ", ".join(kind for kind, _ in self._awaited)
+        """Raise RuntimeError if the other ranks have settings that this rank still lacks."""
+        if self._received:
+            theirs = ", ".join(kind for kind, _ in self._received)
             raise RuntimeError(
                 f"the settings of this net have {', '.join(self.kinds) or 'nothing'} with a state, those of the ranks "
                 f"that it has joined {theirs}: expected `net.configure(…)` as they have, before the first step"
             )
 
 
-def check_kinds(told: Sequence[list[str] | None]) -> None:
-    """Raise where the ranks that know their settings differ in what of these has a state."""
-    known = {rank: ", ".join(kinds) or "nothing" for rank, kinds in enumerate(told) if kinds is not None}
+def check_kinds(kinds_of_ranks: Sequence[list[str] | None]) -> None:
+    """Raise MismatchError if ranks that know their settings differ in the kinds of settings with a state."""
+    known = {rank: ", ".join(kinds) or "nothing" for rank, kinds in enumerate(kinds_of_ranks) if kinds is not None}
     if len(set(known.values())) > 1:
         raise MismatchError(disagreement("the settings of the net that have a state", known))

@@ -22,12 +22,12 @@ from aiodist.handles.tracing import span
 from aiodist.nn.compute import Compute, Forward, called, plain_step
 from aiodist.nn.data_parallel import (
     DataParallel,
-    check_one_pass,
     check_optimizer,
     compute_of,
     expected_state,
     reducer_of,
 )
+from aiodist.nn.drivers import check_one_pass
 from aiodist.nn.layout import Parcel
 from aiodist.nn.made import MadeTogether
 from aiodist.nn.pass_status import PassStatus

@@ -20,7 +20,8 @@ from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
-from aiodist.nn.data_parallel import DataParallel, check_one_pass, expected_state, reducer_of
+from aiodist.nn.data_parallel import DataParallel, expected_state, reducer_of
+from aiodist.nn.drivers import check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings, check_only, count_as_stepped

@@ -17,7 +17,8 @@ from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Forward, called
-from aiodist.nn.data_parallel import DataParallel, check_one_pass, check_updated, expected_state, reducer_of
+from aiodist.nn.data_parallel import DataParallel, check_updated, expected_state, reducer_of
+from aiodist.nn.drivers import check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket, ShardGroup, ShardState

@@ -21,9 +21,9 @@ from aiodist.errors import MismatchError
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
 from aiodist.nn.devices import cuda_devices
-from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import (
     HasState,
+    Named,
     Parcel,
     agree,
     check_memory,
@@ -381,76 +381,29 @@ def _close(figures: Tensor, rtol: float) -> Tensor:
     return (high == low) | (high.isfinite() & (high - low <= rtol * high)) | figures.isnan().all(0)
 
 
-# --- after uneven data, or deaths: the state of a rank that trained longest -------------------------------------------
+# --- the state of one rank -------------------------------------------------------------------------------------------
 
 
-async def share_longest(
-    coll: Communicator,
-    made: tuple[int, int],
-    module: HasState,
-    optimizers: Sequence[Stateful],
-    settings: Sequence[Stateful],
-) -> int:
-    """Give all ranks the parameters and the state of optimizers and settings of the first rank that `made` most passes.
+async def share_state(coll: Communicator, root: int, named: Named, owners: Sequence[Stateful]) -> None:
+    """Give all ranks the values of the `named` tensors and the states of `owners` of `root`.
 
-    `made` are passes, and steps of the optimizer; returns how many steps that rank has made.
-
-    Buffers stay each rank's own. Collective; costs one small exchange when all made as many. Else every rank must give
-    as many `optimizers`, and `settings` of the same kinds: all raise `ValueError` or `MismatchError` where that is not
-    so, and nothing is shared.
+    All ranks call it, with tensors of the same structure and as many owners. In an elastic world the values are written
+    only after all have arrived, since `root` may be lost; then nothing suspends.
     """
-    kinds = [type(each).__name__ for each in settings]
-    told = await coll.allgather_object((*made, len(optimizers), kinds))
-    passes = [count for count, *_ in told]
-    if len(set(passes)) == 1:
-        return made[1]
-    check_kinds([theirs for *_, theirs in told])
-    if len({number for _, _, number, _ in told}) > 1:
-        text = disagreement("the number of optimizers", [str(number) for _, _, number, _ in told])
-        raise ValueError(f"{text}; a rank without a step knows none: give them to every rank, `net.join(opt)`")
-    root = passes.index(max(passes))
-    await synchronize_parameters(module, coll, root=root, buffers=False)
-    owners = [*optimizers, *settings]
-    states = await _states_of(coll, root, owners)
-    if coll.rank != root:
-        for owner, state in zip(owners, states, strict=True):
-            load_exactly(owner, state)
-    steps: int = told[root][1]
-    return steps
-
-
-async def share_furthest(
-    coll: Communicator, module: HasState, states: Sequence[Stateful], told: Sequence[int | None]
-) -> int:
-    """Give all ranks parameters, buffers and `states` of the first rank that has made most steps; return how many.
-
-    `told` says how many each has made; None: a rank is in the midst of one, and gives nothing. Raises RuntimeError on
-    all where all are. In an elastic world what comes is written only once all of it is here, since `root` may die
-    meanwhile; then nothing suspends.
-    """
-    most = max((count for count in told if count is not None), default=None)
-    if most is None:
-        raise RuntimeError("each rank's optimizer has raised in the midst of a step: load the last checkpoint first")
-    root = told.index(most)
-    named = named_state(module)
     check_dense("tensor", named)
     mine = [distinct(t.detach()) for _, t in named]
     elastic = parts_of(coll).registry.elastic is not None and coll.rank != root
-    come = [torch.empty_like(t) for t in mine] if elastic else mine
-    await share(come, coll, "root", root)
-    came = await _states_of(coll, root, states) if states else []
-    parts_of(coll).dispatcher.check_usable()  # given up meanwhile: nothing is written
+    received = [torch.empty_like(t) for t in mine] if elastic else mine
+    await share(received, coll, "root", root)
+    states: list[Any] = []
+    if owners:
+        own = [each.state_dict() for each in owners if coll.rank == root]
+        on_host = tree_map_only(Tensor, Tensor.cpu, own)  # loading moves them to the devices of each rank
+        states = await coll.broadcast_object(on_host, root=root)
+    parts_of(coll).dispatcher.check_usable()  # an aborted communicator writes nothing
     if coll.rank != root:
         if elastic:
-            write_each(mine, come)
-        for each, state in zip(states, came, strict=True):
-            if state is not None:  # else `root` has made no such optimizer yet
+            write_each(mine, received)
+        for each, state in zip(owners, states, strict=True):
+            if state is not None:  # `root` has made no such optimizer yet
                 load_exactly(each, state)
-    return most
-
-
-async def _states_of(coll: Communicator, root: int, owners: Sequence[Stateful]) -> list[Any]:
-    mine = [each.state_dict() for each in owners if coll.rank == root]
-    on_host = tree_map_only(Tensor, Tensor.cpu, mine)  # each rank has devices of its own, to which loading takes it
-    states: list[Any] = await coll.broadcast_object(on_host, root=root)
-    return states

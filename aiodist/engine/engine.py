@@ -17,7 +17,7 @@ from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
 from aiodist.engine.training import Assembly, EngineOptions, Training, evaluate
 from aiodist.handles.calls import located
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import Driver
+from aiodist.nn.drivers import Driver
 from aiodist.ps.training import TrainingClient
 from aiodist.types import Stateful
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import Driver, check_optimizer, reducer_of
+from aiodist.nn.data_parallel import check_optimizer, reducer_of
+from aiodist.nn.drivers import Driver
 from aiodist.ps.training import TrainingClient
 from aiodist.streams import HostStream
 from aiodist.types import Stateful

@@ -533,7 +533,7 @@ def test_w3_an_optimizer_for_which_buckets_are_kept_is_asked_for() -> None:
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
             for kind in (torch.optim.SGD, int):
-                with pytest.raises(TypeError, match="only drivers, such as PipelinedOptimizer, stand for one"):
+                with pytest.raises(TypeError, match="a class stands for a driver that is made next"):
                     await DataParallel.create(build(0), coll, kind)  # type: ignore[arg-type]
             net = await DataParallel.create(build(0), coll)
             opt = await PipelinedOptimizer.create(net, partial(torch.optim.SGD, lr=0.1))

@@ -1,0 +1,98 @@
+"""`DataParallel.join`: ranks without more data take part in the passes of the other ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from torch.optim import Optimizer
+
+from aiodist.control import disagreement
+from aiodist.handles import Operation
+from aiodist.nn.binding import Binding
+from aiodist.nn.drivers import Driver, shared_states
+from aiodist.nn.joiners import check_kinds
+from aiodist.nn.layout import named_state
+from aiodist.nn.steps import StepSettings
+from aiodist.nn.synchronize import share_state
+from aiodist.types import Stateful
+
+
+@asynccontextmanager
+async def join(binding: Binding, optimizers: Sequence[Stateful], settings: StepSettings) -> AsyncIterator[None]:
+    """Run a block of uneven steps, then share the state of the first rank that made most passes.
+
+    `optimizers` are those that the user gave.
+    """
+    if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
+        raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
+    shared_states("join", optimizers, settings.per_rank)
+    reducer, compute = binding.reducer, binding.compute
+    finished = compute.submit(compute.finish)  # a failed step of this rank may not have ended yet
+    try:
+        await finished
+    except asyncio.CancelledError as error:  # other ranks in the block learn of an error only there
+        finished.add_done_callback(partial(_leave, binding, error, 1))
+        raise
+    before = reducer.statistics.passes
+    reducer.joining += 1
+    try:
+        yield
+        last = binding.optimizer or reducer.kept_by  # the latter if this rank made no step
+        drivers = optimizers or ((last,) if isinstance(last, Optimizer | Driver) else ())
+        for driver in drivers:
+            if isinstance(driver, Driver):
+                await driver.flush()
+        if reducer.devices:
+            await compute.submit(compute.finish)
+        mine = reducer.statistics.passes - before
+        active = True
+        while active:
+            reduction = await compute.submit(compute.bring_nothing)
+            await reduction.finished
+            if reducer.owner is not None:
+                await compute.submit(compute.follow, reduction)
+            active = reduction.participants > 0
+    except BaseException as error:
+        _leave(binding, error, 0)
+        raise
+    reducer.joining -= 1
+    if reducer.owner is not None:  # this rank has made the steps of the others
+        await reducer.owner.flush()
+        return
+    states = shared_states("join", drivers, settings.per_rank)
+    others = [each for each in settings.stateful if all(each is not given for given in drivers)]
+    reducer.steps.alike(await _share_longest(binding, mine, states, others))
+
+
+def _leave(binding: Binding, error: BaseException, entered: int, _: object = None) -> None:
+    """Take part in the passes of the others until they have left too; `entered` is 1 if `joining` lacks this block."""
+    binding.reducer.joining += entered
+    Operation.of(binding.compute.submit(binding.compute.see_out, error)).mark_retrieved()  # no code waits for it
+
+
+async def _share_longest(
+    binding: Binding, passes: int, optimizers: Sequence[Stateful], settings: Sequence[Stateful]
+) -> int:
+    """Give all ranks the parameters and states of the first rank that made most `passes`; return its number of steps.
+
+    Buffers stay each rank's own. All ranks call it. After different numbers of passes every rank must give as many
+    `optimizers`, and `settings` of the same kinds: otherwise all raise `ValueError` or `MismatchError`, and nothing is
+    shared.
+    """
+    kinds = [type(each).__name__ for each in settings]
+    made = binding.reducer.steps.made
+    of_ranks = await binding.coll.allgather_object((passes, made, len(optimizers), kinds))
+    counts = [count for count, *_ in of_ranks]
+    if len(set(counts)) == 1:
+        return made
+    check_kinds([theirs for *_, theirs in of_ranks])
+    if len({number for _, _, number, _ in of_ranks}) > 1:
+        text = disagreement("the number of optimizers", [str(number) for _, _, number, _ in of_ranks])
+        raise ValueError(f"{text}; a rank without a step knows none: give them to every rank, `net.join(opt)`")
+    root = counts.index(max(counts))
+    await share_state(binding.coll, root, named_state(binding.shared, buffers=False), [*optimizers, *settings])
+    steps: int = of_ranks[root][1]
+    return steps
