@@ -1,4 +1,4 @@
-"""C10: the conversation about a failed operation ends on every rank, with one verdict, in any order of what arrives."""
+"""C10: the conversation about a failed operation ends on every rank, with one verdict, in any order of the messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Rank:
 
 
 class World:
-    """All ranks, and what each knows of each operation: `script[number][rank]`."""
+    """All ranks, and the knowledge of each about each operation: `script[number][rank]`."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ def test_c10_whatever_ranks_know_and_whoever_dies(data: st.DataObject, size: int
 
 
 def test_c10_a_rank_that_ends_counts_as_lost_though_it_answers() -> None:
-    """Its exit was reported before: all ranks get both in this order."""
+    """All ranks get the exit before the answer, in this order."""
     machine = Conversations(0, 2)
     machine.state(3, BROKEN)
     machine.leave(1)

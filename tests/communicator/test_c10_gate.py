@@ -26,7 +26,7 @@ on_processes = pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
 @pytest.mark.drawn(1)
 @on_processes
 async def test_c10_more_are_in_flight_than_a_ring_holds(coll: Communicator) -> None:
-    """A rank far ahead waits for room in the rings, and goes on by itself."""
+    """A rank far ahead waits for room in the rings, and continues by itself."""
     await coll.barrier()
     if coll.rank == 0:  # the others are through with all their calls
         await aiodist.gather(*[coll.recv_object(rank) for rank in range(1, coll.size)])
@@ -63,7 +63,7 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
 @pytest.mark.drawn(2)
 @on_processes
 async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator, until: Any) -> None:
-    """Nor is what it compares in, whichever thread let the last one through."""
+    """The lane of its comparison is not polled either, on any thread."""
     lanes = parts_of(coll).registry.resources.lanes
     assert lanes is not None
     for numel in (1, 1 << 20):
@@ -96,7 +96,7 @@ async def test_c10_several_communicators_wait_for_themselves_alone(coll: Communi
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.ranks(2, 3, backend="openmpi")
 async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communicator, until: Any) -> None:
-    """Of messages: the others are told, what was sent is taken off the wire, and the communicator goes on."""
+    """A program of messages fails: the other ranks are notified, sent messages are drained, the communicator continues."""
     into: Any = torch.empty(3)[1:]  # a view, which cannot grow
     of_others = len(in_flight)  # tests that gave a communicator up
     for _ in range(2):
@@ -105,13 +105,13 @@ async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communica
         assert await coll.allreduce(coll.rank) == sum(range(coll.size))
         got = await coll.allgather(torch.full((2,), coll.rank))
         assert [t[0].item() for t in got] == list(range(coll.size))
-    await until(lambda: len(in_flight) <= of_others)  # what was on its way is taken off the wire
+    await until(lambda: len(in_flight) <= of_others)  # messages in flight are drained
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
 async def test_c10_what_fails_within_a_host_fails_on_all_and_alone(coll: Communicator, until: Any) -> None:
-    """In shared memory the others are not left waiting, whichever rank it is: those before it and behind it go on."""
+    """In shared memory the other ranks do not wait, for any failing rank: earlier and later operations continue."""
     into: Any = torch.empty(3)[1:]
     of_others = len(in_flight)
     for turn in range(12):
@@ -128,7 +128,7 @@ async def test_c10_what_fails_within_a_host_fails_on_all_and_alone(coll: Communi
 
 @pytest.mark.ranks(2, 3)
 async def test_c10_what_the_root_alone_finds_is_told_to_those_who_wait_for_it(coll: Communicator) -> None:
-    """Its parts cannot be put together, so it receives none of them."""
+    """The root cannot concatenate the parts, so it receives none of them."""
     other = await coll.dup()
     t = torch.ones(2, 200_000 + coll.rank)
     with pytest.raises((aiodist.MismatchError, aiodist.RemoteError), match="beyond dim 0"):

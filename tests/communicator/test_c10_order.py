@@ -1,4 +1,4 @@
-"""C10: ranks that disagree get an error with all sides, every rank does, soon, and the communicator goes on."""
+"""C10: ranks that disagree all get an error with all sides, soon, and the communicator continues."""
 
 import asyncio
 import re
@@ -76,10 +76,10 @@ DISAGREEMENTS: dict[str, tuple[Any, Any, str, str]] = {
 
 
 async def disagree(coll: Communicator, what: str, *, odd: int = 0) -> str:
-    """Have rank `odd` issue one thing and the others another, and return the error that each gets."""
+    """Issue one operation on rank `odd` and another on the other ranks, and return the error of this rank."""
     first, second, ours, theirs = DISAGREEMENTS[what]
     with pytest.raises(aiodist.MismatchError) as caught:
-        async with asyncio.timeout(10):  # and nobody waits for the time-out
+        async with asyncio.timeout(10):  # no rank waits for the time-out
             await (first if coll.rank == odd else second)(coll)
     text = str(caught.value)
     assert re.search(ours, text), text
@@ -151,9 +151,9 @@ async def test_c10_later_errors_name_the_first_and_three_in_a_row_are_the_end(co
         since = r" \(out of step since #2\)" if i else ""  # #1 agreed
         with pytest.raises(aiodist.MismatchError, match=f"operation #{i + 2}{since}:"):
             await handle
-    with suppress(aiodist.MismatchError):  # it was pending when all was given up, or had gone through before
+    with suppress(aiodist.MismatchError):  # pending at the abort, or finished before
         await last
-    await asyncio.sleep(1)  # who waits is told first
+    await asyncio.sleep(1)  # waiting tasks are notified first
     for either in (aiodist.CommunicatorAborted, aiodist.MismatchError):  # a task that had not waited may be the first
         with pytest.raises(either, match="out of step since #2"):
             other.allreduce(1)

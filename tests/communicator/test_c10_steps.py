@@ -1,4 +1,4 @@
-"""Operations of several native steps stay in order with what is issued behind them."""
+"""Operations of several native steps stay in order with later operations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_c10_a_library_is_called_in_order_though_a_list_waits_for_more(
     known, unknown = torch.arange(300.0) + coll.rank, torch.ones(50_000, dtype=torch.bfloat16)
     together = coll.allreduce([known, unknown])
     if coll.rank == 0:
-        time.sleep(0.1)  # noqa: ASYNC251  - the progress thread alone is to go on with the list
+        time.sleep(0.1)  # noqa: ASYNC251  - the progress thread alone continues the list
     behind = [coll.broadcast(torch.full((count,), float(coll.rank)), 1) for count in (1, 20_000)]
     await gather(together, *behind)
     assert torch.equal(known, torch.arange(300.0) * coll.size + sum(range(coll.size)))

@@ -1,4 +1,4 @@
-"""C11, H1, H2, H9 on devices: a thousand handles on three streams, dropped ones, and what fails at the call."""
+"""C11, H1, H2, H9 on devices: a thousand handles on three streams, dropped handles, and calls that fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_c11_a_thousand_handles_on_three_streams(coll: Communicator, simul
 async def test_h2_dropped_memory_is_not_reused_before_the_end(
     coll: Communicator, simulated_cuda: SimulatedCuda
 ) -> None:
-    """Nobody keeps the tensors of the first 20, sent or reduced; what they give is seen elsewhere, or not at all."""
+    """The test drops the tensors of the first 20 operations; other tensors show their results, if any do."""
     kept = []
     for i in range(20):
         t = torch.full((3000,), float(i), device=coll.device)
@@ -70,7 +70,7 @@ async def test_h2_dropped_memory_is_not_reused_before_the_end(
 
 @pytest.mark.ranks(2)
 async def test_h9_a_refused_call_gives_its_slot_back(coll: Communicator, fake: FakeNccl) -> None:
-    """Some code keeps the error: with NCCL, the operations behind it would wait for its slot for ever."""
+    """The error is kept alive: with NCCL, later operations must not wait for the slot of the refused call."""
     kept = []
     for _ in range(3):
         t = torch.full((5,), coll.rank + 1.0).to(coll.device)
@@ -91,9 +91,9 @@ async def test_h9_a_refused_call_gives_its_slot_back(coll: Communicator, fake: F
 
 @pytest.mark.ranks(2)
 async def test_c8_nccl_on_the_same_devices_in_another_order(coll: Communicator, fake: FakeNccl) -> None:
-    """Each device of a rank has its place among the groups of NCCL: where ranks differ in it, none would answer.
+    """Each device of a rank has a place among the groups of NCCL: if ranks differ in the order, NCCL hangs.
 
-    What NCCL has queued cannot be taken back, so the communicator is given up.
+    Queued work of NCCL cannot be withdrawn, so the communicator is aborted.
     """
     work = await coll.dup()
     places = [f"cuda:{coll.rank}", f"cuda:{1 - coll.rank}"]
@@ -147,7 +147,7 @@ async def test_c7_lists_over_devices_keep_their_order(coll: Communicator, simula
 
 @pytest.mark.ranks(2)
 async def test_c1_a_message_to_a_busy_device_holds_nobody_up(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
-    """From the CPU to a device whose stream is held: the host goes on meanwhile."""
+    """A message from the CPU to a device whose stream is held does not block the host."""
     busy, other = torch.cuda.Stream(device=coll.device), 1 - coll.rank
     for numel in (3, 5000):
         with simulated_cuda.paused(busy):

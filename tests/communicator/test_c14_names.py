@@ -177,7 +177,7 @@ async def test_c14_alone(coll: Communicator) -> None:
 
 
 async def after_another_ended(coll: Communicator, numel: int) -> None:
-    """The leader issues both, and rank 1 the one only when the other has ended: it must not wait behind it."""
+    """The leader issues both, and rank 1 issues the first only after the second has ended: no operation waits for another."""
     first, second = torch.ones(numel), torch.ones(numel)
     if coll.rank == 1:
         assert (await coll.allreduce(second, name="second"))[0] == coll.size
@@ -203,7 +203,7 @@ async def test_c14_none_waits_behind_another(coll: Communicator, numel: int) -> 
 @some
 @processes
 async def test_c14_a_name_is_used_again_and_again(coll: Communicator) -> None:
-    """More often than it has tags, by ranks of which one is late."""
+    """A name is used more often than it has tags, and one rank is late."""
     for i in range(50):
         if coll.rank == i % coll.size:
             await rounds(3)
@@ -429,7 +429,7 @@ async def test_c14_a_difference_holds_nothing_else_up(coll: Communicator) -> Non
 @some
 @processes
 async def test_c14_a_failure_on_one_rank_is_told(coll: Communicator) -> None:
-    """What one rank's part of an operation raises the others are told, and the name goes on."""
+    """The error of one rank's part reaches the other ranks, and the name can be used again."""
     blocks = torch.ones(2, 2 + (coll.rank == 1))  # shapes that cannot be concatenated
     with pytest.raises((ValueError, aiodist.RemoteError)):
         async with asyncio.timeout(20):
@@ -442,7 +442,7 @@ async def test_c14_a_failure_on_one_rank_is_told(coll: Communicator) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "gloo"))
 async def test_c14_what_fails_on_one_rank_alone(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot run its part: the others do not wait for what it would have sent."""
+    """One rank cannot run its part: the other ranks do not wait for its messages."""
     if coll.rank == 1:
         monkeypatch.setattr("aiodist.collectives.operations.flat", _no_memory)
     for impl in ("ring", "auto"):
@@ -459,7 +459,7 @@ async def test_c14_what_fails_on_one_rank_alone(coll: Communicator, monkeypatch:
 async def test_c14_what_a_failure_leaves_on_the_wire_meets_no_later_use(
     coll: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root's message is on its way when another rank fails, and what tells of that comes late: tags come back first."""
+    """The root's message is in flight when another rank fails, and the statement comes late, after tags were reused."""
     t = torch.full((50,), -1.0)
     failing = coll.rank == coll.size - 1
     if failing:
@@ -633,7 +633,7 @@ async def test_c14_a_dup_does_not_wait_for_them(coll: Communicator) -> None:
 @pytest.mark.parametrize("busy", [0, 1])
 @pytest.mark.parametrize("numel", [5, 100_000])
 async def test_c14_it_goes_on_while_a_loop_stands_still(coll: Communicator, busy: int, numel: int) -> None:
-    """A new name too, of which the leader, or another rank, has yet to learn the number."""
+    """A new name continues too, although the leader or another rank does not know its number yet."""
     await coll.barrier()
     with tempfile.TemporaryDirectory() as folder:
         through = Path(await coll.broadcast_object(folder))

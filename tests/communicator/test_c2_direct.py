@@ -1,4 +1,4 @@
-"""C2: what a lane does from the call on, and what goes on in the general way since the ranks did not bring the same."""
+"""C2: operations that a lane runs from the call on, and those that a program continues since the ranks differ."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_c2_lanes_do_all_kinds_on_the_arena(coll: Communicator, numel: int
 @processes
 @pytest.mark.parametrize("numel", SIZES)
 async def test_c10_one_rank_goes_the_general_way(coll: Communicator, numel: int) -> None:
-    """Its tensors are of a class of its own: all ranks go that way, in this operation."""
+    """Its tensors are of another class, so all ranks run a program for this operation."""
     await every_kind(coll, numel, lambda t: t.as_subclass(Own) if coll.rank == 1 else t)
 
 
@@ -142,7 +142,7 @@ async def test_h10_what_goes_on_owns_its_memory_until_it_is_over(coll: Communica
 
 @processes
 async def test_c10_ranks_that_differ_are_told_of_all_kinds(coll: Communicator) -> None:
-    """Of every kind: another kind, dtype, size or root; and what comes next goes well."""
+    """Another kind, dtype, size or root is a mismatch on all ranks, and the next operation succeeds."""
     of_others = len(in_flight)  # tests that gave a communicator up
     first = coll.rank == 0
     pairs: list[Callable[[], Any]] = [
@@ -164,7 +164,7 @@ async def test_c10_ranks_that_differ_are_told_of_all_kinds(coll: Communicator) -
 
 @processes
 async def test_h2_time_runs_out_in_the_general_way_too(coll: Communicator) -> None:
-    """The last rank is late; shapes differ, so that all go on in steps when it comes."""
+    """The last rank is late, and shapes differ, so all ranks continue with a program when it comes."""
     await coll.barrier()
     if coll.rank == coll.size - 1:
         await aiodist.gather(*[coll.recv_object(rank) for rank in range(coll.size - 1)])
@@ -182,7 +182,7 @@ async def test_h2_time_runs_out_in_the_general_way_too(coll: Communicator) -> No
 @processes
 @pytest.mark.parametrize("late", [False, True])
 async def test_c10_an_error_of_one_rank_in_the_general_way(coll: Communicator, late: bool) -> None:
-    """Its `out` cannot grow to what the others bring: it raises that; all are told, who was busy meanwhile too."""
+    """Its `out` cannot grow to the size of the others: that rank raises the error, and all others learn of it."""
     of_others = len(in_flight)  # tests that gave a communicator up
     out = torch.empty(coll.size * 3)[:] if coll.rank == 1 else None
     handle = coll.allgather(torch.zeros(3 + coll.rank), out=out)

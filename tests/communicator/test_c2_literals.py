@@ -1,4 +1,4 @@
-"""What editors complete for `op=` and `impl=` is what there is."""
+"""Editors complete `op=` and `impl=` with exactly the names that exist."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Call = Callable[[Communicator, "Given"], Handle[Any]]
 
 
 class Given(NamedTuple):
-    """What a call is given: inputs and outputs, of `numel` elements or of so many for each rank."""
+    """The arguments of a call: inputs and outputs, of `numel` elements or of `numel` for each rank."""
 
     ts: list[Tensor]
     outs: list[Tensor]
@@ -65,14 +65,14 @@ ROOTED: dict[str, tuple[Call, tuple[Any, ...], tuple[Any, ...]]] = {
     "gather": (lambda c, g: c.gather(g.ts[0], out=g.outs[0], impl=g.impl), (1,), ("p",)),
     "scatter": (lambda c, g: c.scatter(g.ts if c.rank == 0 else None, out=g.outs[0], impl=g.impl), ("each",), (1,)),
 }
-"""Those in which the tensors of rank 0 alone may be refused: the others are told."""
+"""The kinds in which the tensors of rank 0 alone may be refused, and the other ranks learn of it."""
 
 IMPLS = ["auto", "auto", "auto", "ring", "doubling", "tree", "direct", "bruck", "shm", "mpi", "chain", "halving"]
 
 
 @dataclass(frozen=True)
 class Example(Layout):
-    """With the implementation of the call, and whether the buffer lies in the arena."""
+    """A layout with the implementation of the call; `arena` is True if the buffer is in the arena."""
 
     impl: str
     arena: bool

@@ -26,14 +26,14 @@ Make = Callable[[int], Tensor]
 
 
 class Call(NamedTuple):
-    """A call that is made, and what it does to which tensors of this rank."""
+    """A call, with the tensors of this rank that it reads and writes."""
 
     issue: Callable[[Sequence[Tensor]], Any]
     """Given the tensors, those that are written first."""
     written: list[Tensor]
     read: list[Tensor]
-    rooted: list[int] = []  # noqa: RUF012  - nobody adds to it
-    """Of those that are read, the ones that other ranks write by the same line."""
+    rooted: list[int] = []  # noqa: RUF012  - never changed
+    """The read tensors that other ranks write by the same line."""
 
 
 ROOT = 1
@@ -162,7 +162,7 @@ def _inferred(n: int) -> Tensor:
 
 
 def _recorded(t: Tensor, how: str) -> Tensor:
-    """Return such a tensor that autograd records, of which `t` has the memory."""
+    """Return a tensor that autograd records and that shares the memory of `t`."""
     if how == "leaf":
         return t.detach().requires_grad_()
     if how == "view of a leaf":
@@ -175,13 +175,13 @@ RECORDED = ("leaf", "view of a leaf", "result")
 
 
 async def check_versions(coll: Communicator, kind: str, make: Make, numel: int) -> None:
-    """Versions are raised of what is written, at the call and when the data came, and of nothing else."""
+    """The versions of written tensors alone rise, at the call and at the end."""
     call = CALLS[kind](coll, make, numel)
     ts = [*call.written, *call.read]
     if any(t.is_inference() for t in ts):  # they have no version, and may be written all the same
         await call.issue(ts)
     else:
-        # Of several handles some may be over at the call.
+        # Some of several handles may finish within the call.
         await _check_call(call, ts, kind, when_over=not kind.startswith("send recv"))
 
 

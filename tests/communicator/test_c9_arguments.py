@@ -1,4 +1,4 @@
-"""C9: a mistake is an error at the call, which says what was seen and what was expected; then all goes on."""
+"""C9: a mistake is an error at the call, which says what was seen and expected; the communicator continues."""
 
 import asyncio
 import math
@@ -474,7 +474,7 @@ async def test_c3_alltoall_in_place_and_allgather_from_elsewhere_in_out(coll: Co
     assert all(a is b for a, b in zip(await coll.alltoall(ts, out=ts), ts, strict=True))
     assert [t.tolist() for t in ts] == [[10.0 * r + coll.rank] * 4 for r in range(3)]
     everything = torch.zeros(6)
-    part = everything[1:3]  # nobody's block
+    part = everything[1:3]  # the block of no rank
     part.fill_(coll.rank)
     await coll.allgather(part, out=everything)
     assert everything.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
@@ -500,7 +500,7 @@ async def test_c3_growing_out_does_not_lend_its_old_memory_to_others(coll: Commu
     for _ in range(50):
         outs = [torch.empty(8) for _ in range(4)]
         handles = [coll.allgather(torch.ones(64), out=out) for out in outs]
-        fresh = [torch.empty(8) for _ in range(8)]  # would get the memory that an out gave up
+        fresh = [torch.empty(8) for _ in range(8)]  # would get memory that an out has released
         handles += [coll.allreduce(t) for t in fresh]
         await aiodist.gather(*handles)
 

@@ -174,7 +174,7 @@ async def test_g1_groups_made_from_two_tasks_at_once(coll: Communicator) -> None
 
 
 def _world(main: Any, n: int = 2) -> Any:
-    """Run ranks and return the warnings of what nobody awaited, and what their loop was told."""
+    """Run ranks and return the warnings of handles without an await, and the reports to their loop."""
     told = []
 
     async def rank() -> None:
@@ -305,7 +305,7 @@ async def test_h1_every_communicating_method_returns_a_handle(coll: Communicator
 @pytest.mark.ranks(2, 3)
 @pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo", "shm"))
 async def test_g1_no_message_holds_up_a_new_communicator(coll: Communicator) -> None:
-    """What it waits for may come only when the new one has been made, or never."""
+    """A receive in flight may get its message only after the new communicator was made, or never."""
     after, before = (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
     service = coll.recv_object(tag=9)
     late = coll.recv(torch.ones(2), before, tag=3)
@@ -420,7 +420,7 @@ async def test_g5_levels_by_the_devices_that_reach_one_another(pairs_of_devices:
 
 @pytest.fixture
 def pairs_of_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Four devices, of which two and two reach one another."""
+    """Four devices; the first two reach one another, and so do the last two."""
     with simulated_cuda(devices=4):
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one // 2 == other // 2)
         yield

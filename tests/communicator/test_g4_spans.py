@@ -19,7 +19,7 @@ def test_g4_the_two_levels_of_a_span() -> None:
             .below([str(r % 2) for r in range(12)])
         )
 
-    inner = levels(7).span(1, 2)  # a group of 6, of which this is rank 1
+    inner = levels(7).span(1, 2)  # this rank is rank 1 of a group of 6
     assert (inner.size, inner.rank, inner.depth) == (6, 1, 1)
     assert inner.groups(1) == ((0, 1), (2, 3), (4, 5))
     assert inner.links(1) == ((0, 2, 4), (1, 3, 5))
@@ -57,7 +57,7 @@ async def test_g4_collectives_run_between_two_levels(coll: Communicator) -> None
     assert await span.allreduce(rank) == sum(range(rank // 6 * 6, rank // 6 * 6 + 6))
     assert span is not h[1].intra
     assert span is await h.span(1, 2)
-    # Its own two levels are those of the span, and none besides.
+    # Its two levels are exactly the levels of the span.
     two = await span.hierarchy()
     assert [level.groups for level in two] == [((0, 1, 2, 3, 4, 5),), ((0, 1), (2, 3), (4, 5))]
     assert await two[1].intra.allgather_object(rank) == await h[2].intra.allgather_object(rank)

@@ -1,4 +1,4 @@
-"""H1, H10: what a lane does goes on, and can be waited for in a thread, while the loop stands still."""
+"""H1, H10: a lane continues while the loop is blocked, and a thread can wait for its operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.blocking import rounds
 
 
 async def tell(coll: Communicator) -> None:
-    """Let the others go on."""
+    """Let the other ranks continue."""
     await aiodist.gather(*[coll.send_object(None, rank) for rank in range(1, coll.size)])
 
 

@@ -43,7 +43,7 @@ class Helper(threading.Thread):
     def run(self) -> None:
         try:
             self._outcome = (self._call(), None)
-        except BaseException as error:  # noqa: BLE001  - it is what the test looks at
+        except BaseException as error:  # noqa: BLE001  - the test checks the error
             self._outcome = (None, error)
 
     def outcome(self, seconds: float = _LIMIT) -> Any:
@@ -236,7 +236,7 @@ async def test_h10_loop_and_threads_take_turns(coll: Communicator) -> None:
 @pytest.mark.drawn(1)
 @everywhere
 async def test_h10_a_wait_in_a_thread_names_who_is_late(coll: Communicator) -> None:
-    """What a thread issued is watched, though the loop was idle."""
+    """The watchdog sees an operation of a thread, although the loop was idle."""
     ours = await coll.dup(thread=True)
     await ours.allreduce(torch.ones(1))
     await coll.barrier()
@@ -289,7 +289,7 @@ async def test_h10_threads_that_python_did_not_start_may_issue(coll: Communicato
 
 
 class Slow:
-    """Holds up the thread that pickles it, inside the call, until it may go on."""
+    """Blocks the thread that pickles it, inside the call, until the test releases it."""
 
     def __init__(self) -> None:
         self.pickling, self.goes_on = threading.Event(), threading.Event()
@@ -437,7 +437,7 @@ async def test_h10_closing_waits_for_threads_and_then_refuses_them(coll: Communi
 @everywhere
 @pytest.mark.parametrize("orderly", [False, True])
 async def test_h10_threads_that_issue_while_it_ends_never_hang(coll: Communicator, orderly: bool, until: Any) -> None:
-    """Where it is closed the threads are elsewhere on each rank, and the ranks differ on what comes next."""
+    """At the close the threads of each rank are at another operation, so the ranks differ on the next one."""
     ours = await coll.dup(thread=True)
     await ours.allreduce(torch.ones(1))
 
@@ -468,7 +468,7 @@ async def test_h10_a_forked_child_neither_calls_nor_waits(coll: Communicator) ->
     handle = coll.allreduce(torch.ones(1)) if coll.rank == 0 else None
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with other threads, from Python 3.12 on
         child = os.fork()
     if child == 0:
         told = [_refused(lambda: ours.allreduce(torch.ones(1)))]
@@ -529,7 +529,7 @@ class Hammer:
             assert result.eq(i % 97 * size + sum(range(size))).all(), i
 
     def in_turn(self, i: int) -> Handle[Any]:
-        """Issue operation `i` behind all before it; blocks this thread until then."""
+        """Issue operation `i` after all earlier ones; blocks this thread until then."""
         with self.turns:
             assert self.turns.wait_for(lambda: self.next == i, _LIMIT)
             handle = self.issue(i)

@@ -1,4 +1,4 @@
-"""H11, S6: streams go on behind operations on devices without the host; while a graph is captured, calls refuse."""
+"""H11, S6: streams continue after operations on devices without the host; calls raise during a graph's capture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_h11_every_kind_of_stream(coll: Communicator, simulated_cuda: Simu
         ):
             t = mine(coll)
             handle: Handle[Any] = issue(t)
-            # What the host takes part in is waited for in another thread.
+            # Another thread waits for operations in which the host takes part.
             await in_time(asyncio.to_thread(handle.wait_stream, stream if stream is not None else cuda))
             with torch.cuda.stream(cuda):
                 assert (t * 2).tolist() == [2 * total(coll)] * NUMEL
@@ -191,7 +191,7 @@ async def test_s6_events_and_streams_as_handles(coll: Communicator, simulated_cu
 
 @pytest.mark.ranks(2)
 async def test_s6_a_held_stream(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
-    """It is late, in flight, and nobody else's business; what awaits it may go."""
+    """An operation on a held stream is late and in flight, and affects no other; its await may be cancelled."""
     producer = torch.cuda.Stream(device=coll.device)
     for impl in ("staged", "cuda_ipc", "ring"):
         t = mine(coll)

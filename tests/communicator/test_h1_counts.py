@@ -58,7 +58,7 @@ async def test_h1_an_await_calls_few_functions(coll: Communicator) -> None:
     again = []
     for _ in range(10):  # once in a millisecond an await lets the loop have a turn
         with calls:
-            await handle  # which is over
+            await handle  # has finished
         again.append(calls.count)
     assert min(again) <= 3
 
@@ -82,14 +82,14 @@ async def test_h1_awaits_leave_nothing_behind(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2, backend=("gloo", "shm"))
 async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the other rank rings a doorbell, the progress thread looks every millisecond at most."""
+    """If the other rank rings a doorbell, the progress thread polls every millisecond at most."""
     await coll.barrier()
     if coll.rank == 1:
         await coll.recv_object(0)
         await coll.allreduce(1)
     else:
         waiting = coll.allreduce(1)
-        # The thread looks on for a while before it sleeps; so many are counted after that.
+        # The thread polls for a while before it sleeps; the polls after that are counted.
         seconds = await asyncio.to_thread(_time_passes, monkeypatch, 500, 500)
         await coll.send_object("counted", 1)
         assert await waiting == 2
@@ -97,7 +97,7 @@ async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkey
 
 
 def _time_passes(monkeypatch: pytest.MonkeyPatch, skipped: int, count: int) -> float:
-    """Return the seconds in which the progress thread looks `count` times for what is pending."""
+    """Return the seconds in which the progress thread polls `count` times."""
     look = progress_thread.look
     times: list[float] = []
     enough = threading.Event()

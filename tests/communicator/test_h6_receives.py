@@ -37,7 +37,7 @@ def _number(value: Any) -> int:
     return int(value if isinstance(value, int) else value.flatten()[0])
 
 
-# --- how a wait is given up -------------------------------------------------------------------------------------------
+# --- how a wait ends without the outcome ------------------------------------------------------------------------------
 
 
 async def _wait_for(issue: Callable[[], Any], seconds: float) -> Any:
@@ -132,7 +132,7 @@ async def test_h6_waits_that_time_out_lose_no_message(
     draw, count = random.Random(coll.rank), 40
     if coll.rank == 0:
         for number in range(count):
-            # What travels into the caller's tensor stays with its receive, and is told.
+            # A message into the caller's tensor stays with its receive, and is reported.
             await send(coll, kind, number, draw.choice((1, 1, 1, 100 if kind == "into" else LONG)))
             if draw.random() < 0.4:
                 await asyncio.sleep(draw.random() * 0.004)
@@ -336,7 +336,7 @@ async def test_h6_a_task_or_a_callback_that_nothing_else_holds_keeps_its_receive
     async def serve() -> None:
         got.put_nowait(await coll.recv_object())
 
-    asyncio.create_task(serve())  # noqa: RUF006  - that is what is tried
+    asyncio.create_task(serve())  # noqa: RUF006  - the test drops the task
     coll.recv_object().add_done_callback(lambda handle: got.put_nowait(handle.result()))
     for _ in range(3):
         await asyncio.sleep(0)
@@ -365,7 +365,7 @@ async def test_h6_a_list_of_receives_is_given_up_as_one(coll: Communicator) -> N
 @everywhere
 @pytest.mark.parametrize("size", [1, LONG])
 async def test_h6_a_sendrecv_that_is_given_up_has_sent_and_receives_nothing(coll: Communicator, size: int) -> None:
-    """Its message is sent with the call; its receive is as any other, and the same handle can be awaited again."""
+    """The call sends the message; the receive is like any other, and the same handle can be awaited again."""
     other, t = 1 - coll.rank, torch.full((size,), float(coll.rank))
     if coll.rank == 1:
         for held in (False, True):
@@ -425,7 +425,7 @@ async def test_h6_a_receive_may_be_withdrawn_while_its_message_goes_back(coll: C
 
 @pytest.mark.ranks(2)
 async def test_h7_a_result_that_a_cancelled_await_left_is_told(coll: Communicator) -> None:
-    """Of any operation whose result is a value; a barrier, that has none, is not worth a word."""
+    """The result of an operation is reported if it is a value; a barrier has none, and no report."""
     hearing: AbstractContextManager[list[warnings.WarningMessage]] = heard() if coll.rank == 0 else nullcontext([])
     with hearing as caught:
         if coll.rank == 0:
@@ -527,7 +527,7 @@ def test_h6_each_message_is_received_once_and_in_order_or_told(plan: dict[str, A
         _, got = run_ranks(2, main, seed=seed)
     dropped = [w for w in caught if "never awaited" in str(w.message) or "was dropped" in str(w.message)]
     assert got == sorted(set(got))
-    assert len(got) + len(dropped) >= count + 1  # what a receive had that was dropped is told
+    assert len(got) + len(dropped) >= count + 1  # the message of a dropped receive is reported
 
 
 def test_h6_a_thread_whose_wait_timed_out_takes_no_message() -> None:

@@ -26,7 +26,7 @@ EXPECTED = {"broadcast": [2.0, 2.0], "broadcast named": [2.0, 2.0], "scan": [1.0
 
 
 async def in_flight(coll: Communicator, issue: Issue, t: Tensor, replace: Callable[[Tensor], object]) -> list[Tensor]:
-    """Have rank 0 replace the memory of `t` before rank 1 comes; return what the allocator gives out meanwhile."""
+    """Replace the memory of `t` on rank 0 before rank 1 comes; return the tensors that are allocated meanwhile."""
     await coll.barrier()
     others: list[Tensor] = []
     if coll.rank:

@@ -1,4 +1,4 @@
-"""H7: a communicator is given up by each rank that learns of a failure, wherever that is."""
+"""H7: each rank that learns of a failure aborts the communicator, at any place of the failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from aiodist.testing.seams.world import Limits, opened
 
 
 class Ready:
-    """Is over at the second look."""
+    """Finishes at the second poll."""
 
     looks = 0
 
@@ -45,7 +45,7 @@ class Ready:
 
 
 class Stubborn:
-    """Does not end in time, and not when it is told to."""
+    """Does not end in time, nor at its cancellation."""
 
     async def close(self) -> None:
         try:
@@ -59,7 +59,7 @@ class Stubborn:
 
 
 class Quitter:
-    """Gives up as soon as it is told."""
+    """Aborts at its first notification."""
 
     def __init__(self, coll: Communicator) -> None:
         self._coll = coll
@@ -78,7 +78,7 @@ async def given_up() -> None:
 
 @pytest.mark.timeout(30)
 async def test_h7_giving_up_while_the_loop_polls() -> None:
-    """Who waits for a handle on the loop is told with the transport lock held: giving up must not wait for it."""
+    """Waiting tasks are notified with the transport lock held: an abort must not wait for that lock."""
     with pytest.raises(CommunicatorAborted, match="it is told"):
         await given_up()
 
@@ -94,7 +94,7 @@ async def test_h7_a_close_that_one_rank_gives_up_is_told_to_the_others(coll: Com
     else:
         await asyncio.sleep(0.3)
         async with asyncio.timeout(10):
-            with suppress(CommunicatorAborted):  # unless it comes so late that it has been told
+            with suppress(CommunicatorAborted):  # unless the close comes after the notification
                 await sub.aclose()
         waits_for_rank_1 = coll.size == 2 or coll.rank == 2  # the other has heard of all that it has to
         told = r"rank 1: closing communicator 'world/dup1\.0' failed: Canc" + ("" if waits_for_rank_1 else "|is closed")
@@ -172,7 +172,7 @@ def test_l2_a_block_that_raises_ends_what_is_being_closed() -> None:
 def test_h3_memory_of_a_receive_that_nothing_matched_is_free_after_a_failure(
     src: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What nothing writes any more is the program's again: in a notebook the next attempt uses the same tensors."""
+    """Bytes that no transfer writes are free again: in a notebook the next attempt uses the same tensors."""
     t = torch.ones(4)
 
     async def attempt(*, fail: bool) -> None:
@@ -186,11 +186,11 @@ def test_h3_memory_of_a_receive_that_nothing_matched_is_free_after_a_failure(
         aiodist.run(attempt(fail=True))
     gc.collect()
     aiodist.run(attempt(fail=False))
-    assert "nobody awaited" not in capfd.readouterr().err  # the failure itself has been told
+    assert "nobody awaited" not in capfd.readouterr().err  # the failure itself was reported
 
 
 def test_h7_what_was_lost_is_given_up_behind_the_end_of_the_world_too() -> None:
-    """A thread may have asked for it before: there is nobody to be told any more."""
+    """A thread may have asked for it before; after the end of the world no task can be notified."""
 
     async def main(number: int) -> None:
         with suppress(PeerLost):

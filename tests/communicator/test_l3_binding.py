@@ -68,7 +68,7 @@ def test_l3_visible_devices_have_names_of_the_host(monkeypatch: pytest.MonkeyPat
 
 
 def test_l3_a_rank_that_sees_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' tensors on devices are refused, by all of their operations; those on the CPU go on."""
+    """Every operation refuses tensors on devices of the other ranks; tensors on the CPU still work."""
     with simulated_cuda(devices=2), monkeypatch.context() as patch:
         there = torch.cuda.device_count
         patch.setattr(torch.cuda, "device_count", lambda: 0 if my_rank() == 1 else there())

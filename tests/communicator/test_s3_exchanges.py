@@ -112,7 +112,7 @@ async def test_s3_availability_says_that_nccl_exchanges(coll: Communicator, fake
 async def test_s3_exchanges_keep_the_order_of_issue_with_all_else(
     coll: Communicator, fake: FakeNccl, seed: int
 ) -> None:
-    """An exchange learns sizes first, on each rank at another time; what is issued behind it must not overtake it."""
+    """An exchange learns sizes first, on each rank at another time; a later operation must not overtake it."""
     dice = random.Random(seed)  # the same on all ranks
     me, ranks = coll.rank, range(coll.size)
     handles: list[Handle[Any]] = []
@@ -227,7 +227,7 @@ async def test_s3_what_lies_on_another_device_goes_by_messages(coll: Communicato
 
 @pytest.mark.ranks(2, 3)
 async def test_s3_a_scatter_from_the_host_leaves_the_order_alone(coll: Communicator, fake: FakeNccl) -> None:
-    """The others keep a place for it, which they need not: they learn so, and NCCL goes on."""
+    """The other ranks keep a place for it and need none: they learn that, and NCCL continues."""
     work = await coll.dup()
     given = [value(0, r, 9) for r in range(work.size)]
     handle = work.scatter(given if work.rank == 0 else None, 0)
@@ -285,7 +285,7 @@ async def test_s3_an_exchange_that_hangs_is_late_and_can_be_aborted(
     late = work.allreduce(on(coll, torch.ones(4)), impl="nccl", timeout=0.3)
     with pytest.raises(OperationTimeout, match="allreduce"):
         await late
-    await coll.barrier()  # the other rank is late as well before it is told
+    await coll.barrier()  # the other rank is late too, before its notification
     work.abort("it hangs")
     for handle in (first, late):
         with pytest.raises(AiodistError, match="it hangs"):
@@ -323,7 +323,7 @@ async def test_s3_ranks_that_differ_on_an_exchange_hear_of_it(coll: Communicator
 
 @pytest.mark.parametrize("name", CALLS)
 def test_s3_those_left_by_a_rank_that_ends_are_let_go(fake_nccl: NcclOnDevices, name: str) -> None:
-    """Its part never comes; what the others have launched ends with the communicator, on the device too."""
+    """Its part never comes; launched work of the other ranks ends with the communicator, on the device too."""
     heard: list[AiodistError] = []
 
     async def main(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""S3: NCCL below a communicator: opened by the first operation, called in order of issue, given up when it fails."""
+"""S3: NCCL below a communicator: opened by the first operation, called in order of issue, aborted when it fails."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
     handle = work.allreduce(torch.ones(4).to(coll.device), impl="nccl", timeout=0.3)
     with pytest.raises(OperationTimeout, match="allreduce"):
         await handle
-    await coll.barrier()  # the other rank is late as well before it is told
+    await coll.barrier()  # the other rank is late too, before its notification
     work.abort("it hangs")
     with pytest.raises(AiodistError, match="it hangs"):
         await handle
@@ -161,9 +161,9 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
 async def test_s3_what_is_issued_later_does_not_hold_up_a_second_step(
     coll: Communicator, fake: FakeNccl, impl: Impl, behind: bool
 ) -> None:
-    """On rank 0 the last operation has its input behind another communicator's kernel, which waits for rank 1.
+    """On rank 0 the last operation has its input after another communicator's kernel, which waits for rank 1.
 
-    And rank 1 issues that only when the first operation is over, for which rank 0 has yet to do its part.
+    Rank 1 issues that kernel only after the first operation, in which rank 0 still has its part to do.
     """
     other = await coll.dup()
 
@@ -247,7 +247,7 @@ async def test_s3_a_failure_that_leaves_nothing_pending_is_noticed(
     await asyncio.sleep(0.1)
     await until(lambda: parts_of(work).dispatcher.lifetime.refusal)
     with pytest.raises(BackendError, match="internal error"):
-        await work.allreduce(torch.ones(4))  # on the CPU: it was given up, as the others are told
+        await work.allreduce(torch.ones(4))  # on the CPU: the communicator was aborted, and the other ranks were notified
 
 
 async def _refusals(coll: Communicator) -> None:

@@ -87,7 +87,7 @@ async def test_s3_queued_against_float64(coll: Communicator, queues: list[Device
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("seed", range(3))
 async def test_s3_queued_among_others_keep_their_order(coll: Communicator, queues: list[DeviceWork], seed: int) -> None:
-    """Some ranks may go one way and others the other; NCCL matches the calls by their order alone."""
+    """Ranks may issue differently; NCCL matches the calls by their order alone."""
     await opened(coll)
     dice, own = random.Random(seed), random.Random(100 * seed + coll.rank)
     handles, expected = [], []

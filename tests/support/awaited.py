@@ -1,4 +1,4 @@
-"""What a function makes, be it a coroutine function or not."""
+"""The result of a function, which may be a coroutine function."""
 
 from __future__ import annotations
 

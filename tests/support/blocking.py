@@ -17,7 +17,7 @@ _PAUSE = threading.Event()  # never set: other threads get the interpreter meanw
 
 
 def blocked_until(true: Callable[[], object], seconds: float = 20) -> bool:
-    """Block this thread, and its loop, until it is true, for so many seconds at most; return whether it is."""
+    """Block this thread and its loop until `true()`, or for `seconds`; return whether `true()`."""
     limit = time.monotonic() + seconds
     while not true() and time.monotonic() < limit:
         _PAUSE.wait(5e-4)
@@ -25,7 +25,7 @@ def blocked_until(true: Callable[[], object], seconds: float = 20) -> bool:
 
 
 async def rounds(count: int = 30) -> None:
-    """Let the loop and other threads have so many turns: enough for what would go wrong to do so."""
+    """Let the loop and other threads run `count` times, which is enough for a mistake to show."""
     for _ in range(count):
         await asyncio.to_thread(lambda: None)
 

@@ -1,4 +1,4 @@
-"""The calls that communicate, one of each, and what makes them from elsewhere or with arguments that are drawn."""
+"""One of each call that communicates, and helpers that call from another thread or loop, or with drawn arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @contextmanager
 def another_loop() -> Iterator[None]:
-    """Have another event loop run in this thread, as far as asyncio knows."""
+    """Make asyncio believe that another event loop runs in this thread."""
     here, other = _get_running_loop(), asyncio.new_event_loop()
     _set_running_loop(other)
     try:
@@ -73,7 +73,7 @@ def error_of(call: Callable[..., Any], *args: Any) -> Exception | None:
                 step.close()
     except StopIteration:
         return None
-    except Exception as error:  # noqa: BLE001  - it is what the test looks at
+    except Exception as error:  # noqa: BLE001  - the test checks the error
         return error
     return None
 

@@ -1,4 +1,4 @@
-"""What every backend must do alike: cases of each operation, and a check of each against NumPy.
+"""Cases of each operation, which every backend must pass alike, with a check of each against NumPy.
 
 A case is an operation on tensors of one dtype and size, with an operator, a root and a place for the result. Every
 rank knows every rank's input, since it is drawn from the case's seed, so each checks its own result, exactly:

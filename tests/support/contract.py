@@ -1,4 +1,4 @@
-"""What makes a run of the tests red, in which process a test runs, the CPU time that tests take, and no sleeping."""
+"""Rules of a run: its failure, the process of each test, the CPU time of tests, and no sleeping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _JOB = re.compile(r"\[(?:.*-)?(\d+-(?:openmpi|mpich|mpi|gloo|shm))\b")
 
 
 def quarantine(text: str, today: datetime.date) -> dict[str, str]:
-    r"""Return the tests that may fail, by their ids, and what was seen of each; raise UsageError for a bad list.
+    r"""Return the tests that may fail, by their ids, with the failure seen of each; raise UsageError for a bad list.
 
     >>> text = "[[test]]\nid = 'tests/a.py::test_a'\nseen = 'a race'\nsince = 2026-01-01\n"
     >>> quarantine(text, datetime.date(2026, 1, 15))

@@ -14,7 +14,7 @@ class Crash(OSError):
 
 
 class CrashingOs:
-    """Stands in for `os` in what writes files; crashes at the `stop`-th call, a write in the middle of its bytes.
+    """Stands in for `os` in code that writes files; crashes at the `stop`-th call, a write in the middle of its bytes.
 
     `crash` does what a crash may do to a disk: a file that was not synced since it was written is cut anywhere, or has
     other bytes, and a name that was not synced with its folder may be the one before.
@@ -36,7 +36,7 @@ class CrashingOs:
         return getattr(os, name)
 
     def _next(self) -> bool:
-        """Count a call; return whether it is the last one, in the middle of which the machine is gone."""
+        """Count a call; return whether the machine crashes in the middle of this call."""
         if self.crashed:
             raise Crash
         self.calls += 1
@@ -98,7 +98,7 @@ class CrashingOs:
         path.rmdir()
 
     def crash(self) -> None:
-        """Have the disk be as a crash may leave it."""
+        """Change the disk as a crash may."""
         for path in self._dirty:
             if path.exists():
                 data = bytearray(path.read_bytes())

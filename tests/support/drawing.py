@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def draw(name: str, items: Sequence[tuple[T, Iterable[object]]], count: int | None = None) -> list[T]:
-    """Return `count` of the items, each given with what it shows, which show as many different things as they can.
+    """Return `count` of the items with as many different properties as possible; each item comes with its properties.
 
-    As few as show all where `count` is None. The same for the same `name` at all times: a test that fails in one place
-    fails in another.
+    If `count` is None, return the fewest items that have all properties. The same `name` always gives the same items,
+    so a test that fails on one machine fails on another.
 
     >>> both = [(x + y, (x, y)) for x in "abc" for y in "AB"]
     >>> chosen = draw("test_sum", both, 3)

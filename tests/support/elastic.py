@@ -1,4 +1,4 @@
-"""Trainings of elastic jobs of which ranks are killed at any moment, and what one process comes to."""
+"""Trainings of elastic jobs whose ranks are killed at any moment, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bytes_of(module: nn.Module, *states: Any) -> list[bytes]:
 
 
 async def killed_after(turns: int, work: Any) -> Any:
-    """Return what `work` does; the rank dies after so many turns of the loop."""
+    """Return the result of `work`; the rank dies after `turns` iterations of the loop."""
     task = asyncio.ensure_future(work)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -66,9 +66,9 @@ async def killed_after(turns: int, work: Any) -> Any:
 def survivors(
     size: int, work: Callable[[int], Any], seed: int, *, within: int, drawn: object = None, dead: int = 2
 ) -> list[Any]:
-    """Return what `work` gives on ranks that live: `dead` of them are killed, each `within` so many turns of its loop.
+    """Return the results of `work` on the ranks that live; `dead` ranks are killed within `within` loop iterations.
 
-    Which ones and when is drawn from `drawn`, or else from the `seed` of the interleaving.
+    The ranks and the moments are drawn from `drawn`, or else from the `seed` of the interleaving.
     """
     draws = random.Random(f"{drawn}" if drawn is not None else seed)
     turns = {number: draws.randrange(within) for number in draws.sample(range(size), dead)}

@@ -1,4 +1,4 @@
-"""What processes that tests start find in their environment."""
+"""The environment of processes that tests start."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_path() -> str:
-    """Return a PYTHONPATH with this checkout in front of what is there, if anything is."""
+    """Return a PYTHONPATH that has this checkout first and then the present entries."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

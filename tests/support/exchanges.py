@@ -1,4 +1,4 @@
-"""What codecs exchange in a collective, done within one process."""
+"""The exchange of encoded tensors between ranks, within one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways that end a wait for an operation, which goes on."""
+"""Each way to end a wait for an operation that stays in flight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def task_group(handle: Handle[Any]) -> None:
     async def value() -> None:
         await handle
 
-    with pytest.raises(ExceptionGroup):  # noqa: PT012  - a group is what is tested
+    with pytest.raises(ExceptionGroup):  # noqa: PT012  - the test needs the group
         async with asyncio.TaskGroup() as group:
             group.create_task(value())
             await asyncio.sleep(0)

@@ -13,7 +13,7 @@ __all__ = ["heard"]
 
 @contextmanager
 def heard(shown: Literal["always", "default"] = "always") -> Iterator[list[warnings.WarningMessage]]:
-    """Gather the warnings that come within; handles that tests before it dropped are told of ahead of it."""
+    """Collect the warnings of the block; handles that earlier tests dropped are reported before the block."""
     gc.collect()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(shown)

@@ -1,4 +1,4 @@
-"""Where code is called in the midst of a backward."""
+"""The places where code may be called during a backward."""
 
 from __future__ import annotations
 

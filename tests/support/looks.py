@@ -1,4 +1,4 @@
-"""How often ranks look at what they wait for: to wait for many looks is longer than it takes to find a deadlock."""
+"""How often ranks poll a wait; many polls take longer than the search for a deadlock."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Looks:
             self._slow[self._rank] -= slow
 
     async def wait(self, times: int = 1) -> None:
-        """Let this rank look so many times more."""
+        """Wait until this rank has polled `times` times more."""
         until = self.count() + times
         async with asyncio.timeout(20):
             while self.count() < until:

@@ -1,4 +1,4 @@
-"""Whether this torch can move tensors into shared memory, for tests of `to_arena_` and of what it is made of."""
+"""Whether this torch can move tensors into shared memory, for tests of `to_arena_` and its parts."""
 
 from __future__ import annotations
 

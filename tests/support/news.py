@@ -1,4 +1,4 @@
-"""What callbacks are told, whichever thread they are called on."""
+"""The notifications that callbacks get, on any thread."""
 
 from __future__ import annotations
 

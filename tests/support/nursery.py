@@ -1,10 +1,10 @@
-"""Starts Python programs without the seconds that importing torch takes: it has done so once, and forks.
+"""Starts Python programs without the seconds of importing torch: imports torch once, and forks for each program.
 
-`nursery.py SOCKET` listens there. Each program is a process of its own, which ends as any does. `stub.py` stands in for
-it where somebody expects to be its parent: it hands over its place (arguments, environment, folder, open files), passes
-signals on, and ends as the program did. A program is killed when its stub dies. The nursery ends with its standard
-input. Where NURSERY_ENDS says "soon", and for launchers, modules and libraries are not taken apart at the end of a
-program: torch's take a quarter of a second.
+`nursery.py SOCKET` listens there. Each program is a process of its own. `stub.py` stands in for the program as the
+child of its parent: the stub hands over its arguments, environment, folder and open files, forwards signals, and ends
+with the status of the program. The nursery kills a program whose stub dies. The nursery ends with its standard input.
+If NURSERY_ENDS is "soon", and for launchers, a program ends without the destructors of modules and libraries, which
+take a quarter of a second for torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is inst
 for name in ("backends.gloo", "checkpoints", "cli", "data", "engine", "launch.job", "nn", "ps", "world.runtime"):
     import_module(f"aiodist.{name}")
 
-del sys.modules["aiodist.cli"]  # it is run as a program, with what it has imported
+del sys.modules["aiodist.cli"]  # the program imports and runs the module again
 
 _PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends, here the nursery
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -163,7 +163,7 @@ def become(request: dict[str, Any]) -> list[str]:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     if ends_soon():
         libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # with the status, in front of what was registered when torch was loaded
+        libc.on_exit(libc._exit, None)  # exits with the status before the handlers that torch registered at its import
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     arguments: list[str] = request["argv"]

@@ -1,4 +1,4 @@
-"""Operations from what tests list: their arguments in one order."""
+"""Operations with their arguments in one order, from the lists of tests."""
 
 from __future__ import annotations
 

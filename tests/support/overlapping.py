@@ -1,4 +1,4 @@
-"""Tensors of a call that lie in one buffer and may overlap, as hypothesis draws them."""
+"""Tensors of a call that share one buffer and may overlap, as hypothesis draws them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layout:
     call: str
     numel: int
     halves: tuple[int, ...]
-    """Where each tensor begins, inputs first, in halves of `numel`; the others lie behind these."""
+    """Start of each tensor, inputs first, in halves of `numel`; the other tensors follow these."""
     own: bool
     """The input is this rank's block of the first output, or the first output this rank's block of the input."""
 
@@ -35,7 +35,7 @@ def drawn_layout(calls: Iterable[str]) -> tuple[SearchStrategy[Any], ...]:
 
 
 def places_of(layout: Layout, blocks: Sequence[int], rank: int, *, one_input: bool) -> list[tuple[int, int]]:
-    """Return begin and length of each tensor, in elements; each has so many blocks of `layout.numel`.
+    """Return start and length of each tensor, in elements; `blocks` has the number of blocks of `layout.numel` of each.
 
     `one_input` is True if `layout.own` applies: the call has one input, and an output.
     """

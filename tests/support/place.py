@@ -1,4 +1,4 @@
-"""A communicator's rank and size, for what asks for nothing else of it."""
+"""A communicator with rank and size alone."""
 
 from __future__ import annotations
 

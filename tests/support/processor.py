@@ -1,4 +1,4 @@
-"""What the processor of this machine runs."""
+"""The instruction sets of this machine's processor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def best_kernels() -> str:
-    """Return which kernels of the core are the best that it runs, by what Linux says of it."""
+    """Return the best kernels of the core that the processor runs, according to Linux."""
     flags = set(Path("/proc/cpuinfo").read_text().split())
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
         return "avx512"

@@ -1,4 +1,4 @@
-"""What the programs that tests start as ranks say, and what they wait for."""
+"""Output and waits of the programs that tests start as ranks."""
 
 from __future__ import annotations
 

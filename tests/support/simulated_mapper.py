@@ -1,4 +1,4 @@
-"""What stands in for CUDA's mappings between processes where the ranks of a simulated device are in one process."""
+"""A stand-in for CUDA's mappings between processes, for ranks of a simulated device in one process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SimulatedMapper(Mapper):
 
 
 class _Unheard(set[Lane]):
-    """Streams that read a block, as far as the allocator was told before it was described."""
+    """Streams that read a block, as reported to the allocator before the block was described."""
 
     def add(self, lane: Lane) -> None:
         pass

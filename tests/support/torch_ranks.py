@@ -24,9 +24,9 @@ def free_port() -> int:
 def started(
     program: Path, *args: object, size: int = 2, seconds: float = 110, nursery: str = ""
 ) -> list[tuple[int, str]]:
-    """Run `size` ranks of a program by torch's variables, of a nursery; return each one's exit code and output.
+    """Run `size` ranks of a program in a nursery, with torch's variables; return the exit code and output of each.
 
-    What still runs after so many seconds is killed.
+    Processes that still run after the time limit are killed.
     """
     command = stub(nursery, program, *args) if nursery else [str(program), *map(str, args)]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

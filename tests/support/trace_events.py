@@ -1,4 +1,4 @@
-"""What a trace must be so that Perfetto and chrome://tracing show it, and how tests look into one."""
+"""Checks that Perfetto and chrome://tracing can show a trace, and helpers that read one."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def spans(events: list[Event], name: str = "", rank: int | None = None, track: s
 
 
 def overlap(a: Event, b: Event) -> float:
-    """Return for how long, in microseconds, both went on."""
+    """Return how long both events lasted at the same time, in microseconds."""
     return max(0.0, float(min(a["ts"] + a["dur"], b["ts"] + b["dur"]) - max(a["ts"], b["ts"])))

@@ -1,4 +1,4 @@
-"""What tests of carriers do: begin an operation as the layers above do, and look at how much of an arena is in use."""
+"""Helpers for tests of transports: begin an operation as the layers above do, and read the use of an arena."""
 
 from __future__ import annotations
 

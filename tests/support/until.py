@@ -1,4 +1,4 @@
-"""Waiting for what other threads bring about."""
+"""Waits for the effects of other threads."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _KINDS = frozenset(
 
 
 class Clique:
-    """What the ranks of one communicator share."""
+    """The state that the ranks of one communicator share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,7 +42,7 @@ class Clique:
         self.collectives: list[Work] = []
         self.messages: dict[tuple[int, int], list[Work]] = {}
         self.at: dict[str, set[int]] = {}
-        """Who came to what all ranks do together but for data."""
+        """The ranks that reached each collective step without data, by its name."""
 
 
 class FakeCommunicator:
@@ -110,14 +110,14 @@ class FakeCommunicator:
             self.is_valid = False
 
     def abort(self) -> None:
-        """It may be called while a kernel waits, but not beside another call."""
+        """Abort; allowed while a kernel waits, but not during another call."""
         with self._call("abort", quiet=True):
             self.pending = None
             self.is_valid = False
             self._gone.set()
 
     def get_async_error(self) -> int:
-        """Return what goes on, or the code of an error."""
+        """Return the code of the current state, or of an error."""
         with self._call("get_async_error", quiet=True):
             if self.error is None and self.pending is not None:
                 if not self.pending():

@@ -35,15 +35,15 @@ class _Grouping(threading.local):
 class FakeNccl:
     """One NCCL for all ranks of this process; communicators must be non-blocking.
 
-    What NCCL would answer with a hang or with wrong numbers is written down in `violations`, which a test looks at
-    when it ends: ranks that disagree, a call on a communicator that is in progress, not made yet or gone, from two
-    threads at once, on another device than the current one, or without a stream.
+    `violations` lists mistakes that make NCCL hang or give wrong numbers; a test checks the list at its end. Such are
+    ranks that disagree, and a call on a communicator that is in progress, not made yet or gone, from two threads at
+    the same time, on another device than the current one, or without a stream.
 
-    `dawdle` is how often at most a communicator says that it is in progress before it launches what it was given;
-    only then is that queued on the stream. `multi_rank` allows several ranks on a device. `calls` counts native calls
-    by name; `launches` has, of each launch, its rank and how many calls it was. `refuse[name]` is the code of the
-    error that the next call of that name raises, `refuse[name, rank]` that of the next one of that rank.
-    `unique_id_error` is the code of what `get_unique_id` raises. `release` is NCCL's version.
+    A communicator reports `dawdle` times at most that it is in progress before it launches its calls and queues them
+    on the stream. `multi_rank` allows several ranks on a device. `calls` counts native calls by name; `launches` has
+    the rank and the number of calls of each launch. `refuse[name]` is the code of the error that the next call of that
+    name raises, `refuse[name, rank]` the code for the next call of that rank. `unique_id_error` is the code of the
+    error of `get_unique_id`. `release` is NCCL's version.
     """
 
     SUM, PROD, MAX, MIN, AVG = RedOp.SUM, RedOp.PROD, RedOp.MAX, RedOp.MIN, RedOp.AVG

@@ -48,7 +48,7 @@ class NcclInvalid(Exception):
 
 @dataclass(kw_only=True)
 class FakeConfig:
-    """As `nccl.core.NCCLConfig`, of which this is used."""
+    """The used part of `nccl.core.NCCLConfig`."""
 
     blocking: bool | None = None
 

@@ -1,4 +1,4 @@
-"""What the fake's collectives and messages do once all their ranks are at them."""
+"""The work of the fake's collectives and messages after all their ranks have arrived."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RedOp(IntEnum):
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank brings, as plain tensors on the host: what it gives and where the result goes."""
+    """One rank's input and output, as plain tensors on the host."""
 
     send: Tensor | None
     recv: Tensor | None
@@ -74,9 +74,9 @@ class Work:
 def launch_kernel(
     rank: int, works: Sequence[tuple[Work, Tensor | None, Tensor | None]], stream: int, gone: threading.Event
 ) -> None:
-    """Queue on `stream`, by its handle, what is over when all of `works` are, or when `gone` is set.
+    """Queue on `stream`, a handle, a job that finishes with the last of `works`, or when `gone` is set.
 
-    A work is what `rank` takes part in, what it gives and where the result goes: tensors of one simulated device.
+    A work is a collective or message with the input and output of `rank`: tensors of one simulated device.
     """
     world = active()
     tensors = [t for _, *pair in works for t in pair if t is not None]

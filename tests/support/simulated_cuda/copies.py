@@ -105,7 +105,7 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 
 
 def make_room(t: DeviceTensor, size: Sequence[int]) -> None:
-    """Give a tensor that is to become larger than its memory a new one with what it holds."""
+    """Give a tensor that will outgrow its memory a larger memory with the same data."""
     world = active()
     offset, held = int(t.storage_offset()), t.untyped_storage().nbytes() // t.itemsize
     needed = offset + math.prod(size)

@@ -1,4 +1,4 @@
-"""The simulated devices and what a test may do with them; and what stands in for torch's streams and events there."""
+"""The simulated devices, their streams and their events."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class _ThreadState(threading.local):
 
 
 class SimulatedCuda(World):
-    """What `simulated_cuda()` gives: the devices, seen by a test.
+    """The devices that `simulated_cuda()` gives to a test.
 
-    `delay` is the longest time in seconds that a job waits before it runs; it may be set at any time.
-    `launches` counts what was queued, by the operator's name ("add", "addmm", "copy_", …); copies between memories
-    also count as "copy_h2d", "copy_d2h" and "copy_d2d". `synchronisations` counts the times that the host waited:
-    "device", "stream" and "event" for a call of `synchronize` that says so, "implicit" for an operation that has to
-    wait (`item()`, `cpu()`, `nonzero()`, …). `fallbacks` counts operators whose result's shape is not known without
-    running them: the host waits for them, unlike on a GPU. `hazards` lists what used memory after it was freed, and
-    what was lent to another stream and freed when its device was lost, where torch's destructor aborts the process.
-    `pinning_fails` makes every attempt to pin memory raise.
+    `delay` is the longest time in seconds that a job waits before it runs; it may be set at any time. `launches`
+    counts the queued jobs by the operator's name ("add", "addmm", "copy_", …); copies between memories also count as
+    "copy_h2d", "copy_d2h" and "copy_d2d". `synchronisations` counts the waits of the host: "device", "stream" and
+    "event" for a call of `synchronize`, "implicit" for an operation that has to wait (`item()`, `cpu()`, `nonzero()`,
+    …). `fallbacks` counts operators whose result has a shape that depends on the data: the host waits for them, unlike
+    on a GPU. `hazards` lists uses of memory after it was freed, and memory that was lent to another stream and freed
+    after the loss of its device, in which case torch's destructor aborts the process. `pinning_fails` makes every
+    attempt to pin memory raise.
     """
 
     def __init__(self, devices: int, seed: int, delay: float) -> None:
@@ -107,7 +107,7 @@ class SimulatedCuda(World):
         finally:
             self._capturing.discard(lane)
 
-    # --- for what is patched
+    # --- for the patches
 
     def capturing_now(self) -> bool:
         """Whether the calling thread's current stream is captured."""
@@ -209,7 +209,7 @@ class SimulatedCuda(World):
 
 
 def _lane(stream: Stream | torch.cuda.Stream) -> Lane:
-    """Return the lane of what a type checker takes for a real stream."""
+    """Return the lane of a stream, which the type checker takes for a real one."""
     return cast(Stream, stream).lane
 
 
@@ -307,7 +307,7 @@ class Stream:
 
 
 class _Recorded:
-    """What an event and those opened from its handle share."""
+    """The state that an event shares with the events opened from its handle."""
 
     __slots__ = ("lane", "marker")
 
@@ -335,7 +335,7 @@ class Event:
 
     @classmethod
     def from_ipc_handle(cls, device: object, handle: bytes) -> Event:
-        """Return an event that is over when the one with this handle is."""
+        """Return an event that finishes together with the event of this handle."""
         active().index(device)
         original = active().events.get(handle)
         if original is None:
@@ -355,7 +355,7 @@ class Event:
 
     @property
     def marker(self) -> Marker | None:
-        """What was recorded last, None before that."""
+        """The latest record; None before the first."""
         return self._recorded.marker
 
     @property

@@ -45,12 +45,12 @@ class _Job(NamedTuple):
 
 
 class World:
-    """What lanes and memory see of the simulation that they belong to."""
+    """The simulation, as its lanes and memory use it."""
 
     def __init__(self, seed: int, delay: float) -> None:
         self.seed: Final = seed
         self.delay = delay
-        self.patience = 30.0  # seconds that the host waits for a stream before it gives up
+        self.patience = 30.0  # seconds that the host waits for a stream before it raises
         self.synchronisations: Final[collections.Counter[str]] = collections.Counter()
         self.hazards: Final[list[str]] = []
         self.pinning_fails = False
@@ -60,7 +60,7 @@ class World:
         self.closed = False
 
     def hold(self, lanes: list[Lane], by: int) -> None:
-        """Hold these lanes so many times more, or less; all of them where none is given."""
+        """Add `by` to the holds of these lanes, or of all lanes if the list is empty."""
         with self.condition:
             if not lanes:
                 self.held += by
@@ -78,7 +78,7 @@ class World:
             raise torch.AcceleratorError(f"CUDA error: {error}") from error
 
     def wait(self, marker: Marker, index: int, kind: str) -> None:
-        """Let the host wait for a marker; RuntimeError after `patience` seconds, and what the device failed with."""
+        """Let the host wait for a marker; raise RuntimeError after `patience` seconds, or the failure of the device."""
         self._count(kind)
         if not marker.wait(self.patience):
             raise RuntimeError(f"cuda:{index} did not get that far within {self.patience} s: is a stream held?")
@@ -90,7 +90,7 @@ class World:
 
 
 class Lane:
-    """What one stream has queued, and the daemon thread that does it, started with the first job.
+    """The queue of one stream, with the daemon thread that runs it, which starts with the first job.
 
     `put` may be called from any thread and at any moment, also from the destructor of a tensor in the midst of
     another `put`: it takes no lock that the same thread cannot take again.

@@ -24,7 +24,7 @@ def _poison_byte(dtype: torch.dtype) -> int:
 
 
 def poison(t: torch.Tensor) -> None:
-    """Fill a plain CPU tensor with what is seen as wrong."""
+    """Fill a plain CPU tensor with values that tests see as wrong."""
     t.copy_(torch.full((t.itemsize,), _poison_byte(t.dtype), dtype=torch.uint8, device="cpu").view(t.dtype)[0])
 
 
@@ -42,7 +42,7 @@ def _poisoned(
 
 
 class Allocation:
-    """One allocation. Its memory outlives the tensors over it for as long as queued jobs use it."""
+    """One allocation; its memory outlives its tensors as long as queued jobs use the memory."""
 
     __slots__ = ("base", "byte", "freed", "index", "lane", "lease", "users")
 
@@ -87,7 +87,7 @@ class Memory:
         return block.lane.index
 
     def block(self, t: torch.Tensor) -> Allocation | None:
-        """Return what a tensor's storage lies in."""
+        """Return the allocation of a tensor's storage."""
         return self._blocks.get(t.untyped_storage().data_ptr())
 
     def allocated(self, index: int) -> int:
@@ -111,7 +111,7 @@ class Memory:
             del self._blocks[address]
             if block.users - {block.lane}:
                 self._freed(lane.index, "memory that was lent to another stream (record_stream)")
-            with contextlib.suppress(RuntimeError):  # the simulation is over, be it just now and in another thread
+            with contextlib.suppress(RuntimeError):  # the simulation has ended, perhaps in another thread
                 block.free()
 
         block.lease = weakref.ref(lease, dead)
@@ -154,7 +154,7 @@ class Memory:
             self._world.hazards.append(f"{what} was freed when cuda:{index} was lost: torch aborts there")
 
     def is_pinned(self, t: torch.Tensor) -> bool:
-        """Whether a host tensor lies in pinned memory."""
+        """Whether a host tensor is in pinned memory."""
         return t.untyped_storage().data_ptr() in self._pinned
 
 

@@ -19,7 +19,7 @@ from tests.support.simulated_cuda.tensor import DeviceTensor
 _OF_METADATA: Final = frozenset({"_fused_sdp_choice", "is_same_size", "_has_same_storage_numel"})
 # The CPU's kernels keep statistics in another type than those of other devices: only a try tells which.
 _BY_EXAMPLE: Final = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"})
-_SHAPES: Final = 4096  # at most so many are remembered
+_SHAPES: Final = 4096  # the number of shapes that are kept
 _shapes: Final[dict[object, Any]] = {}
 _TAKE_HOST_INDICES: Final = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
 
@@ -55,7 +55,7 @@ class SimulatedTensor(DeviceTensor):
 
 
 def _by_device(args: tuple[Any, ...]) -> list[list[int]]:
-    """Return which positions of the lists lie on which device; nothing where all lie on one."""
+    """Return the positions of the lists by device; an empty list if all are on one device."""
     found: dict[int, list[int]] = {}
     for position, t in enumerate(args[0]):
         found.setdefault(t.cuda_index if isinstance(t, SimulatedTensor) else -1, []).append(position)
@@ -78,7 +78,7 @@ def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: l
 
 
 class _OperatorSchema(NamedTuple):
-    """What the schema of an operator says."""
+    """The parts of an operator's schema."""
 
     name: str
     at_once: bool  # no data is touched: a view, or a change of a tensor's shape
@@ -108,7 +108,7 @@ def _schema_of(func: Any) -> _OperatorSchema:
 
 
 def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run what touches no data; what comes out lies in the same memory."""
+    """Run an operator that touches no data; its result shares the memory of its input."""
     index = next(leaf.cuda_index for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SimulatedTensor))
 
     def ours(made: object) -> object:
@@ -194,7 +194,7 @@ class _Launch:
             made = _each(func(*args, **kwargs), keys)
             new = [result for key, result in zip(keys, made, strict=True) if key is None]
             for into, result in zip(written, tree_leaves(new), strict=True):
-                if into is not None and result is not None:  # a gradient that nobody asked for is not made
+                if into is not None and result is not None:  # a gradient that was not requested is not made
                     _deliver(into, result)
 
         launch(self._world, self.lane, self._schema.name, run, self._blocks)

@@ -134,7 +134,7 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
 
 
 def _cuda_in_c(world: SimulatedCuda) -> dict[str, object]:
-    """What only a build with CUDA has: the same, with streams as triples of number, device and kind of device."""
+    """The functions of a CUDA build in C, with streams as triples of number, device and kind of device."""
 
     def triple(stream: Stream) -> tuple[int, int, int]:
         return stream.stream_id, stream.device_index, _CUDA
@@ -161,7 +161,7 @@ def _cuda_in_c(world: SimulatedCuda) -> dict[str, object]:
 
 
 def _sharing(world: SimulatedCuda) -> dict[str, object]:
-    """Let memory be lent, to this process only: nobody opens the handle."""
+    """Let memory be shared within this process; no other process opens the handle."""
 
     def share(storage: torch.UntypedStorage) -> tuple[object, ...]:
         index = world.memory.index(storage)

@@ -1,4 +1,4 @@
-"""A CUDA device where there is none, on which a missing synchronisation shows up as wrong data.
+"""A simulated CUDA device, on which a missing synchronisation shows as wrong data.
 
     with simulated_cuda(devices=2, seed=0) as device:
         t = torch.ones(1000, device="cuda")
@@ -8,37 +8,36 @@
         torch.cuda.synchronize()
         assert host.eq(1).all()
 
-It is no GPU: it proves ordering, not speed, and nothing about drivers, kernels or memory limits.
+The simulation proves ordering, not speed, and nothing about drivers, kernels or memory limits.
 
-What it is
-    `torch.cuda` says that it has devices, and gives streams and events. Each stream is a thread that does its work in
-    order, a random moment after it was queued; streams wait for each other only where an event says so. Tensors on
-    "cuda:0" and so on are CPU tensors that say otherwise. What is computed with them is queued on the calling thread's
-    current stream of their device, and returns at once; autograd, `nn.Module.to`, optimizers and hooks work as always.
-    Operators that need the data on the host wait for the stream, as do copies, unless they are `non_blocking` with
-    pinned memory. Tensors of different devices do not mix. An error in queued work is raised by the next call
-    that asks the device, and by every one after that.
+Behaviour
+    `torch.cuda` reports devices, and gives streams and events. Each stream is a thread that runs its jobs in order,
+    each at a random moment after its call; streams wait for each other only through events. Tensors on "cuda:0" and
+    so on are CPU tensors that report this device. Their operators are queued on the calling thread's current stream of
+    the device, and return immediately; autograd, `nn.Module.to`, optimizers and hooks work as always. Operators that
+    need the data on the host wait for the stream, as do copies, unless they are `non_blocking` with pinned memory.
+    Tensors of different devices do not mix. The next call that asks the device raises an error of a queued job, and so
+    does every later call.
 
 How mistakes show
-    New memory holds poison (NaN, or a number far off) until the work that fills it is done, and so does the target of
-    a copy from the moment when the copy is next in its stream: who reads without waiting for the right event reads
-    that. Freed memory is poisoned when the stream that it was allocated on gets there, and those named to
-    `record_stream`: work that another stream still does on it reads poison, and `device.hazards` names it, as it does
-    what is freed after `device.fail()` and with torch would end the process. A race is
-    seen where it is lost: `device.paused(stream)` and `stream.hold()` make sure of it. `device.synchronisations` and
-    `device.launches` count what the host waited for and what was queued.
+    New memory holds poison (NaN, or a number far off) until the job that fills it has run. So does the target of a
+    copy from the moment when the copy is next in its stream: code that reads without waiting for the right event reads
+    poison. Freed memory is poisoned when the stream of its allocation, and each stream of `record_stream`, reaches the
+    free. A job of another stream then reads poison, and `device.hazards` lists the job. The list also has memory that
+    is freed after `device.fail()`, which ends the process in torch. `device.paused(stream)` and `stream.hold()` make
+    a race show for certain. `device.synchronisations` and `device.launches` count the waits of the host and the jobs.
 
-What it is not
-    - Memory is not given to other tensors while a test could see it, nor does it run out.
-    - On a GPU each step of backward runs in a thread of the engine, on the stream of its forward. Here all of it runs
-      in the calling thread on its current stream, after all that the forward queued on any; hooks see that stream.
-    - The numbers come from the CPU's kernels and its generator: random ones do not depend on the seed alone where
-      several streams draw. Autocast for "cuda", graphs (but for `device.capturing()`), sparse tensors and
-      `storage.resize_` are not simulated; `t.untyped_storage().device` tells the truth.
-    - Operators that torch composes of others in C++ with constants of their own (`one_hot`, `quantile`) find those
-      on the host, and raise that the devices differ.
-    - A name that was imported from torch by itself before (`from torch import zeros`) is not patched, and "cuda" as
-      the default device (`torch.set_default_device`, `with torch.device("cuda")`) is not seen.
+Limits
+    - Memory is not reused while a test can see it, and does not run out.
+    - On a GPU each step of backward runs in a thread of autograd, on the stream of its forward. Here every step runs
+      in the calling thread on its current stream, after all jobs of the forward on any stream; hooks see that stream.
+    - The numbers come from the CPU's kernels and generator. If several streams draw random numbers, these depend on
+      more than the seed. Autocast for "cuda", graphs (but for `device.capturing()`), sparse tensors and
+      `storage.resize_` are not simulated; `t.untyped_storage().device` is the CPU.
+    - Operators that torch composes in C++ with constants of their own (`one_hot`, `quantile`) have these constants on
+      the host, and raise an error of different devices.
+    - A name that was imported from torch before (`from torch import zeros`) is not patched, and "cuda" as the default
+      device (`torch.set_default_device`, `with torch.device("cuda")`) has no effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tensor of a simulated device says of itself, and what it does but compute."""
+"""Tensors of a simulated device, without their arithmetic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DeviceTensor(torch.Tensor):
         return False
 
     def on_host(self) -> torch.Tensor:
-        """Wait, and return a copy on the host, also where the simulation is over."""
+        """Wait, and return a copy on the host, also after the end of the simulation."""
         if is_open():
             return self.detach().cpu()
         with _DisableTorchDispatch():

@@ -34,7 +34,7 @@ def pinned(t: torch.Tensor) -> torch.Tensor:
 
 
 def uploaded(t: torch.Tensor, index: int, *, filled: bool = True) -> SimulatedTensor:
-    """Return a tensor with what a kernel of the current stream will write: the data of a plain one, or nothing."""
+    """Return a tensor that a kernel of the current stream fills with the data of a plain tensor, or leaves empty."""
     world = active()
     lane = world.current_stream(index).lane
     into = SimulatedTensor.over(world.memory.allocate(lane, t.size(), t.stride(), t.dtype), index)
