@@ -103,7 +103,7 @@ async def test_c8_nccl_on_the_same_devices_in_another_order(coll: Communicator, 
     ts = [torch.ones(3, device=place) for place in ("cuda:0", "cuda:1")]
     with pytest.raises(MismatchError, match="allreduce float32 on cuda"):
         await work.allreduce(ts, across=True, impl="nccl")
-    await asyncio.sleep(1)  # who waits is told first
+    await asyncio.sleep(1)  # waiting tasks are notified first
     with pytest.raises(CommunicatorAborted, match="allreduce float32 on cuda"):
         work.allreduce(ts, across=True, impl="nccl")
 

@@ -177,7 +177,7 @@ async def test_c14_alone(coll: Communicator) -> None:
 
 
 async def after_another_ended(coll: Communicator, numel: int) -> None:
-    """The leader issues both, and rank 1 issues the first only after the second has ended: no operation waits for another."""
+    """The leader issues both operations; rank 1 issues the first only after the end of the second: neither waits."""
     first, second = torch.ones(numel), torch.ones(numel)
     if coll.rank == 1:
         assert (await coll.allreduce(second, name="second"))[0] == coll.size

@@ -1,4 +1,4 @@
-"""C9: a mistake is an error at the call, which says what was seen and expected; the communicator continues."""
+"""C9: a mistake is an error at the call with the value seen and the values allowed; the communicator continues."""
 
 import asyncio
 import math

@@ -247,7 +247,7 @@ async def test_s3_a_failure_that_leaves_nothing_pending_is_noticed(
     await asyncio.sleep(0.1)
     await until(lambda: parts_of(work).dispatcher.lifetime.refusal)
     with pytest.raises(BackendError, match="internal error"):
-        await work.allreduce(torch.ones(4))  # on the CPU: the communicator was aborted, and the other ranks were notified
+        await work.allreduce(torch.ones(4))  # on the CPU: the communicator was aborted on all ranks
 
 
 async def _refusals(coll: Communicator) -> None:

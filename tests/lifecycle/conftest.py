@@ -56,7 +56,7 @@ def shared_files() -> set[str]:
 
 
 def slowness() -> float:
-    """Return how many processes there are, in the last minute, for each core: so much later is what they do."""
+    """Return the number of running processes per core in the last minute, a factor by which processes are slower."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -82,7 +82,7 @@ class Ended:
         return found.removeprefix(f"{name}: ")
 
     def codes(self) -> list[int]:
-        """Return the exit codes by rank; 1 too for one that was told of a failure, was slow to go, and was ended."""
+        """Return the exit codes by rank; 1 also for a rank that was killed since it was slow to exit after a failure."""
         codes = [self.exits[rank][0] for rank in sorted(self.exits)]
         return [1 if code == -signal.SIGTERM else code for code in codes]
 
@@ -101,7 +101,7 @@ class Jobs:
     environ: dict[str, str] = field(default_factory=dict)
 
     def stub(self, program: str, *arguments: str) -> list[str]:
-        """Return what stands for `PROGRAM ARGUMENTS` behind a Python interpreter."""
+        """Return the arguments of a Python interpreter that has the nursery run `PROGRAM ARGUMENTS`."""
         path = program if program.startswith("-") else HERE / "programs" / program
         return stub(self.socket, path, *arguments)
 
@@ -173,7 +173,7 @@ def jobs(nursery: str, tmp_path: Path) -> Jobs:
 
 
 def note_mpi(backend: str, record: Callable[[str, object], None]) -> None:
-    """Have the test counted under its MPI."""
+    """Count the test under its MPI."""
     if backend in NAMES:
         record("mpi", NAMES[backend])
 

@@ -1,4 +1,4 @@
-"""What Slurm's `srun -n N --ntasks-per-node P COMMAND` does, on one host: N processes with Slurm's variables alone.
+"""Does the work of Slurm's `srun -n N --ntasks-per-node P COMMAND` on one host: N processes with Slurm's variables.
 
 `srun.py N P FIRST_NODE COMMAND...`; the exit code is the highest of theirs. The variables are those that Slurm 23
 sets for the tasks of a step; its nodes are this host and others that only have names.

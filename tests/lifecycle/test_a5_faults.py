@@ -1,4 +1,4 @@
-"""A5: shared memory when a rank is killed in the middle, when there is none, and when all is over."""
+"""A5: shared memory if a rank is killed in the middle, if there is none, and after the end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.drawn(1)
 
-GONE = 10.0  # seconds; a rank is given up for its silence after 30
-HEARD = 1.0  # from a death until the others are told
+GONE = 10.0  # seconds; a silent rank counts as lost after 30
+HEARD = 1.0  # seconds from a death until the others are notified
 
 none = pytest.mark.parametrize("run", ["none"], indirect=True)
 
@@ -77,7 +77,7 @@ def test_a5_one_rank_has_tensors_of_its_own(run: Run) -> None:
 @pytest.mark.thorough
 @none
 def test_l2_a_forked_child_leaves_its_parents_memory_alone(run: Run, tmp_path: Path) -> None:
-    """It takes no part in what its parent has in flight, which lies in memory that both have."""
+    """The child takes no part in its parent's operations, whose memory both have."""
     ended = run("memory.py", "forked", str(tmp_path))
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
     waited, aborted, *rest = ended.said(0)

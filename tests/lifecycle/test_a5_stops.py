@@ -1,4 +1,4 @@
-"""A5: a rank that stops and goes on, or is killed, at each place within the core; the others are processes of Python.
+"""A5: a rank that stops and continues, or is killed, at each place within the core; the others run Python.
 
 The core is built once more, with CORE_STOPS: then a process can have itself signalled where it is just about to say, or
 has just said, something to the others.
@@ -18,7 +18,7 @@ from tests.lifecycle.conftest import Run, slowness
 from tests.support.nursed import nursed
 
 RANKS, PLACES = 3, 11
-HEARD = 1.0  # seconds from a death until the others are told
+HEARD = 1.0  # seconds from a death until the others are notified
 
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler that compiles the core")
 

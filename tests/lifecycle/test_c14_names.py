@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.drawn(1)
 
-GONE = 10.0  # seconds; a rank is given up for its silence after 30
+GONE = 10.0  # seconds; a silent rank counts as lost after 30
 
 
 @pytest.mark.parametrize("run", ["none"], indirect=True)

@@ -45,7 +45,7 @@ def test_l2_what_is_not_drained_is_counted_by_kind() -> None:
             if rank == 1:
                 await asyncio.sleep(3)
             for handle in issue(coll):
-                handle.add_done_callback(lambda _: None)  # somebody hears of each
+                handle.add_done_callback(lambda _: None)  # each outcome is retrieved
 
     with pytest.raises(aiodist.OperationTimeout) as caught:
         run_ranks(2, main)

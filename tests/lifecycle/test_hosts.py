@@ -1,4 +1,4 @@
-"""What real processes take for their host: ranks with other kernels are on others, no matter what names these have."""
+"""The host of real processes: ranks with different kernels are on different hosts, whatever the host names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def job(folder: Path, kernels: list[str], **environ: str) -> list[dict[str, Any]]:
-    """Run a rank for each of `kernels`, which are what it sees as its kernel's boot id, "" for the true one."""
+    """Run a rank for each of `kernels`: the boot id of the kernel that it sees, "" for the true one."""
     (folder / "rank.py").write_text(RANK)
     ranks = []
     for rank, kernel in enumerate(kernels):

@@ -1,4 +1,4 @@
-"""`aiodist.open()`: a world without a block, and what becomes of one that nobody closes."""
+"""`aiodist.open()`: a world without a block, also if it is never closed."""
 
 from __future__ import annotations
 

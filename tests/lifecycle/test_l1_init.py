@@ -1,4 +1,4 @@
-"""What `init` leaves behind, and how it behaves beside others, without them and when they do not come."""
+"""Traces that `init` leaves, and its behaviour with other ranks, without them, and if they do not come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nothing_stays(ended: Ended, said: list[str], *, progress: bool) -> None:
     assert "environment is as it was: True" in said
     assert "hooks are as they were: True" in said
     assert "torch.distributed: False" in said
-    # After 10,000 tensors. Of the 4096 records that the oplog keeps, the collector looks at more or fewer.
+    # After 10,000 tensors. The collector tracks more or fewer of the 4,096 records of the oplog.
     assert all(int(line.split()[1]) < 9000 for line in said if line.startswith("objects:")), ended
     assert all(int(line.split()[1]) < 16 << 20 for line in said if line.startswith("memory:"))
 

@@ -1,4 +1,4 @@
-"""How a job ends: what every rank's exit code is, how soon all are gone, and what they were told."""
+"""The end of a job: exit code of each rank, time until all processes have ended, and their errors."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_l2_mismatch_in_one_process(size: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
 def test_l2_a_rank_killed_in_a_dispute_keeps_no_rank_waiting(run: Run, shares: bool) -> None:
-    """The others are told that ranks differ, or that one of them is gone; what comes is refused."""
+    """The others learn that ranks differ, or that one of them is lost; later calls are refused."""
     ended = run("dispute.py", n=3, options=() if shares else ("-x", "AIODIST_SHM=0"))
     assert ended.code, ended
     for rank in range(2):
@@ -75,7 +75,7 @@ def test_l2_a_rank_killed_in_a_dispute_keeps_no_rank_waiting(run: Run, shares: b
 @pytest.mark.thorough
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
 def test_l2_every_operation_against_every_other(run: Run, shares: bool) -> None:
-    """Each rank is told, what was under way is gone, tensors are free at once, and the next sum is right."""
+    """Each rank gets the error, no message is left, tensors are free immediately, and the next sum is right."""
     ended = run("pairs.py", n=3, options=() if shares else ("-x", "AIODIST_SHM=0"))
     assert (ended.code, ended.codes()) == (0, [0, 0, 0]), ended
     assert [ended.said(rank) for rank in range(3)] == [["faults: 0 0"]] * 3, ended.text
@@ -101,7 +101,7 @@ def test_l2_those_that_differ_do_not_wait_for_a_third(run: Run, shares: bool) ->
     [("stopped", "did not answer within 2 s"), ("before", "has not issued it: the last is "), ("after", "")],
 )
 def test_l2_a_rank_that_is_stopped_or_busy_delays_no_verdict(run: Run, case: str, side: str, shares: bool) -> None:
-    """Its control thread answers while its loop is busy; a stopped process is named after the liveness bound."""
+    """A control thread answers while the loop is busy; a stopped process is named after the liveness bound."""
     ended = run("verdicts.py", case, n=3, options=() if shares else ("-x", "AIODIST_SHM=0"))
     assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0, 0], ""), ended
     for rank in range(3):

@@ -49,7 +49,7 @@ def doors_of(coll: Communicator, kind: str, size: int, named: bool) -> Doors:
 
 
 async def _others(coll: Communicator, stack: AsyncExitStack, folder: Path) -> Doors:
-    """Return the calls of what lives on a communicator."""
+    """Return the calls of the objects that use a communicator."""
     module = nn.Linear(3, 1)
     net = await DataParallel.create(nn.Linear(3, 1), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What a program that fails prints: its own frames; ours are counted."""
+"""The traceback of a program that fails has the frames of the program, and the number of aiodist's frames."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[[aiodist.Communicator], object]] = {
 def outcome(call: Callable[[aiodist.Communicator], object], coll: aiodist.Communicator) -> BaseException | None:
     try:
         call(coll)
-    except Exception as error:  # noqa: BLE001  - its class is what the test is about
+    except Exception as error:  # noqa: BLE001  - the test checks its class
         return error
     return None
 
@@ -84,7 +84,7 @@ async def test_l2_a_forked_child_may_not_call() -> None:
     async with aiodist.init() as coll:
         reading, writing = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with other threads, from Python 3.12 on
             child = os.fork()
         if child == 0:
             errors = [outcome(call, coll) for call in CALLS.values()]

@@ -81,7 +81,7 @@ def test_l4_plain_mpirun_of_a_program_that_fails(run: Run) -> None:
     with run.started(mpirun(run, "badly")) as process:
         ended = run.finish(process)
     assert ended.code != 0
-    # MPICH's mpirun kills the rest as soon as one has ended, which may be the one that was told.
+    # MPICH's mpirun kills all processes as soon as one has ended, which may be one that was notified.
     if run.backend == "openmpi":
         assert ended.exits[1][0] == 3, ended
     assert "released" in ended.text, ended  # the other had the time, before mpirun killed it

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.drawn(1), pytest.mark.parametrize("run", ["none"], ind
 
 
 def outlived(run: Run, backend: str, *arguments: str) -> Ended:
-    """Return the end of a job in which rank 2 is killed and the others go on to the end."""
+    """Return the end of a job in which rank 2 is killed and the others run to the end."""
     files = shared_files()
     run.environ["AIODIST_BACKEND"] = backend
     ended = run("parameters.py", *arguments, n=3, options=("--keep-going",))

@@ -1,4 +1,4 @@
-"""P7: a worker whose process is stopped in the midst of a read or a push, as real processes, holds nobody up."""
+"""P7: a worker that is stopped during a read or a push delays no other worker, with real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.thorough
 def test_p7_a_stopped_reader_holds_up_no_push_and_reads_one_version(run: Run) -> None:
-    """It goes on only when all pushes are over, and reads what was there before them."""
+    """The reader continues only after all pushes, and reads the values from before them."""
     ended = run("stopped.py", "reader", n=3)
     assert ended.codes() == [0, 0, 0], ended
     read = [line for line in ended.said(2) if line != "over"]

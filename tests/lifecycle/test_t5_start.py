@@ -72,7 +72,7 @@ def test_t5_ctrl_c_ends_the_job(run: Run) -> None:
 
 @NONE
 def test_t5_a_report_has_the_line_of_a_rank_that_is_late(run: Run) -> None:
-    """Its loop, in another thread, answers."""
+    """The loop of the late rank, in another thread, answers."""
     ended = run("started.py", "late")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
     (line,) = [said for said in (ended.text + ended.errors).splitlines() if "rank 1: after" in said]

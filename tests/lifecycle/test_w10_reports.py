@@ -1,4 +1,4 @@
-"""What a program that configures nothing reads on standard error when one of its ranks is late."""
+"""The report of a late rank on standard error, in a program without any configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def place(comment: str) -> str:
 
 
 def report(ended: Ended) -> list[str]:
-    """Return the lines of standard error, all of which rank 0 wrote."""
+    """Return the lines of standard error; rank 0 wrote all of them."""
     assert (ended.code, ended.codes()) == (0, [0] * len(ended.exits)), ended
     lines = ended.errors.splitlines()
     assert all(line.startswith("[0] ") for line in lines), ended
@@ -37,7 +37,7 @@ def report(ended: Ended) -> list[str]:
 
 
 def check(ended: Ended, seconds: int, loop: str, where: str) -> None:
-    """See that it says who waits, in what, for whom, for how long, and where the late rank is."""
+    """Check that the report has the waiting ranks, their operation, the time, and the late rank with its line."""
     operation = re.escape(f"allreduce #1 issued at {place('the one that waits')} on 'world'")
     after = re.escape(f"after barrier at {place('the last one in time')}")
     expected = [

@@ -1,4 +1,4 @@
-"""W3 between processes: ranks are killed, the others go on, and the launcher starts new ones."""
+"""W3 between processes: ranks are killed, the others continue, and the launcher starts new ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_nothing_had_happen
 
 @pytest.mark.thorough
 def test_w3_a_script_without_asyncio_loses_two_and_gets_two(run: Run) -> None:
-    """A signal behind all that is heard in the world of then."""
+    """A signal that comes after all other events of that world."""
     ended = run("elastic.py", "script", n=4, options=("--elastic", "2:4"))
     assert ended.code == 0, ended
     assert causes(ended) == ["rank 0: signal SIGKILL", "rank 2: signal SIGKILL"], ended
@@ -75,7 +75,7 @@ def test_w3_a_rank_that_comes_late_to_a_shrink_is_named(run: Run) -> None:
     warned, size = ended.said(0)
     assert warned.startswith("rank 0 waits in shrink #0 issued at ")
     assert warned.endswith(": rank 1: it has not asked to regroup")
-    assert (size, ended.said(1)[-1]) == ("size: 3", "size: 3")  # before that it may say that all are on their way
+    assert (size, ended.said(1)[-1]) == ("size: 3", "size: 3")  # before that, the report may say that all ranks are coming
     assert "late: {1: 'it has not asked to regroup'}" in ended.said(2)
 
 

@@ -48,4 +48,4 @@ def test_w5_all_ranks_know_it_by_operation(run: Run) -> None:
         assert kinds[::3] == ["allreduce", "broadcast"]
         for waited, late in zip(map(float, kinds[1::3]), map(float, kinds[2::3]), strict=True):
             assert abs(waited - late) < 0.05 * slowness(), ended  # each may be held up, in between
-    assert "who waited" not in ended.errors  # nobody asked for a report
+    assert "who waited" not in ended.errors  # no report was requested

@@ -1,4 +1,4 @@
-"""What drives a rank's operations raises from some moment on: `broken.py`, on two ranks."""
+"""The code that drives a rank's operations raises from some moment on: `broken.py`, on two ranks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def full(numel: int, value: float) -> Tensor:
 
 
 def every(coll: aiodist.Communicator) -> Iterator[tuple[Call, object]]:
-    """Yield calls of every kind, and what each comes to."""
+    """Yield calls of every kind, each with its result."""
     r, p = coll.rank, coll.size
     total, after, before = sum(range(p)), (r + 1) % p, (r - 1) % p
     for k in (1, 1000, 300_001):

@@ -54,7 +54,7 @@ def undisturbed() -> torch.Tensor:
 
 
 async def agree(coll: Communicator, w: torch.Tensor, step: int) -> int:
-    """Have all ranks go on from the state of one that has come furthest."""
+    """Copy the state of the rank with the most steps to all ranks."""
     steps = await coll.allgather_object(step)
     await coll.broadcast(w, root=steps.index(max(steps)))
     return int(max(steps))
@@ -192,7 +192,7 @@ async def early() -> None:
 
 
 async def raises() -> None:
-    """One raises: the others are told, and may go on as well."""
+    """One rank raises: the others learn of it, and may continue."""
     async with aiodist.init(elastic=True) as coll:
         await coll.barrier()  # who opens after the failure is in the world after this one, with another rank
         if coll.rank == 1:

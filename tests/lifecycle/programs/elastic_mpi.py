@@ -25,7 +25,7 @@ SEED, DEATHS, GROWS = map(int, sys.argv[1:]) if __name__ == "__main__" else (0, 
 
 
 def die_some_time(rank: int, size: int) -> None:
-    """Have a thread kill this process, if it is one of those that die."""
+    """Start a thread that kills this process, if the process is one of those that die."""
     draw = random.Random(SEED)
     for victim in draw.sample(range(size), DEATHS):
         seconds = draw.uniform(0.0, 0.8)

@@ -1,4 +1,4 @@
-"""Ways in which a program ends: `ending.py NAME`. Each rank says what it sees."""
+"""Ends of a program: `ending.py NAME`. Each rank prints its observations."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def awaits(handle: aiodist.Handle[Any]) -> str:
 
 
 async def exit_in_task() -> None:
-    """sys.exit in a task beside the one that opened the world, while both wait."""
+    """sys.exit in another task than the one that opened the world, while both wait."""
     async with aiodist.init() as coll:
         await coll.barrier()  # the world is open on the other rank too
         if coll.rank == 1:
@@ -168,7 +168,7 @@ async def user_thread() -> None:
 
 
 async def interrupted() -> None:
-    """Waits until somebody presses Ctrl-C."""
+    """Waits for Ctrl-C."""
     async with aiodist.init() as coll:
         try:
             await coll.barrier()  # now all are in this block
@@ -180,7 +180,7 @@ async def interrupted() -> None:
 
 
 async def caught() -> None:
-    """The program catches the failure and goes on, for longer than a process that leaves may take."""
+    """The program catches the failure and continues, for longer than a leaving process may take."""
     try:
         async with opened(Limits(leave=0.3, abort=0.5)):
             raise ValueError("caught")
@@ -229,7 +229,7 @@ class EndsLate(ThreadPoolExecutor):
 
 
 async def forked_with_a_connection() -> None:
-    """A child uses its copy of a connection and of the loop's threads; the parent's connection and loop go on."""
+    """A child uses its copy of a connection and of the loop's threads; those of the parent still work."""
     warnings.simplefilter("ignore", DeprecationWarning)
     async with aiodist.init():
         here, there = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Programs that end with an exception, for what is printed: `failing.py NAME`."""
+"""Programs that end with an exception, for checks of their output: `failing.py NAME`."""
 
 from __future__ import annotations
 

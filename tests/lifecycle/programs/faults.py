@@ -1,4 +1,4 @@
-"""Ranks that disagree: `faults.py`, on three ranks. Each rank says what it was told, and how soon at best."""
+"""Ranks that disagree: `faults.py`, on three ranks. Each rank prints its error, and the shortest time to it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def odd(coll: aiodist.Communicator) -> bool:
 
 
 async def one(coll: aiodist.Communicator, issue: Issue) -> tuple[str, float]:
-    """Issue it; return what this rank was told, and after how many seconds."""
+    """Issue the operation; return this rank's error, and the seconds until it."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(20):

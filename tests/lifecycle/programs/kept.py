@@ -36,7 +36,7 @@ async def closed() -> None:
 
 
 async def forgotten() -> None:
-    """Nobody closes it."""
+    """The world is never closed."""
     coll = await aiodist.open()
     say("sum:", await coll.allreduce(1))
 
@@ -82,7 +82,7 @@ async def left() -> None:
 
 
 def closed_at_exit() -> None:
-    """What the program has registered to run at exit closes it."""
+    """A function that the program registered to run at exit closes the world."""
     loop = asyncio.new_event_loop()
     coll = loop.run_until_complete(aiodist.open())
     atexit.register(lambda: loop.run_until_complete(coll.aclose()))

@@ -1,4 +1,4 @@
-"""What becomes of shared memory: `memory.py NAME`. Each rank says what it sees."""
+"""The fate of shared memory: `memory.py NAME`. Each rank prints its observations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def reduce_for_ever(place: str) -> None:
 
 
 async def clean() -> None:
-    """Everything goes back: at the end of the block, and with the last tensor. Then once more."""
+    """All memory is released at the end of the block, and with the last tensor; then all of this once more."""
     for _ in range(2):
         async with opened(PATIENT) as coll:
             assert mapped(), "there is no arena"
@@ -104,7 +104,7 @@ async def clean() -> None:
 
 
 async def lacking() -> None:
-    """One rank has no memory, and goes on."""
+    """One rank has no memory, and continues."""
     async with opened(PATIENT) as coll:
         t = torch.ones(10)
         if coll.rank:
@@ -124,7 +124,7 @@ async def lacking() -> None:
 
 
 async def without() -> None:
-    """Nobody shares memory: the same calls work."""
+    """No ranks share memory: the same calls work."""
     async with opened(PATIENT) as coll:
         t = coll.to_arena_(coll.arena_empty((5,), dtype=torch.float64).fill_(1))
         at = t.data_ptr()
@@ -141,7 +141,7 @@ async def without() -> None:
 
 
 async def forked(folder: str) -> None:
-    """A child that `os.fork` made waits for what is in flight, and gives it up; its parent is stopped."""
+    """A child of `os.fork` waits for operations in flight, and aborts them; its parent is stopped."""
     issue = Path(folder) / "issue"
     async with opened(PATIENT) as coll:
         ts = coll.arena_empty((NUMEL // 64,)), torch.empty(1000), coll.arena_empty((NUMEL // 32,))
@@ -186,7 +186,7 @@ def in_child(coll: aiodist.Communicator, handles: list[aiodist.Handle[Any]], iss
 
 
 async def many(operations: str) -> None:
-    """So many operations, of every size: most are awaited one by one, some are in flight together."""
+    """Run `operations` operations of every size: most are awaited one by one, some are in flight together."""
 
     async def some(count: int) -> None:
         for i in range(count // 100):
@@ -222,7 +222,7 @@ async def many(operations: str) -> None:
 
 
 async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> None:
-    """Begin operations of every kind; then do something else, or go on with more of them."""
+    """Begin operations of every kind; then call `then`, or issue more if `goes_on`."""
     coll = await aiodist.open()
     long, more, short = coll.arena_empty((NUMEL,)).fill_(1), torch.ones(NUMEL), torch.ones(3)
     ts = [long, torch.ones(NUMEL), short, torch.ones(1 << 16), coll.arena_empty(1 << 16).fill_(1)]
@@ -242,7 +242,7 @@ async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> Non
 
 
 def meet(coll: aiodist.Communicator, where: str) -> None:
-    """Wait for the others without an operation: who leaves afterwards is waited for by nobody here."""
+    """Wait for the other ranks without an operation, so that no rank waits for one that leaves afterwards."""
     Path(f"{where}-{coll.rank}").touch()
     assert blocked_until(lambda: all(Path(f"{where}-{rank}").exists() for rank in range(coll.size)))
 

@@ -1,4 +1,4 @@
-"""`named.py PHASE`: the last rank is killed while named operations are in flight; the others say what they are told."""
+"""`named.py PHASE`: the last rank is killed while named operations are in flight; the others print their errors."""
 
 from __future__ import annotations
 

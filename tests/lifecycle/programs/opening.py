@@ -1,4 +1,4 @@
-"""What `init` does to the process, and how it ends when others do not come: `opening.py NAME`."""
+"""Effects of `init` on the process, and its end if other ranks do not come: `opening.py NAME`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def alone() -> None:
 
 
 async def late() -> None:
-    """Rank 1 comes when rank 0 has been cancelled, and has given up; then rank 0 gets in."""
+    """Rank 1 comes after the opening of rank 0 was cancelled and has ended; then rank 0 opens again."""
     gave_up = Path(os.environ["LIFECYCLE_REPORT"], "gave-up")
     if "1" in (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "AIODIST_RANK")):
         assert await asyncio.to_thread(blocked_until, gave_up.exists, 60)
@@ -89,7 +89,7 @@ async def late() -> None:
         opening = asyncio.create_task(enter())
         await until(lambda: threads() != before)
         opening.cancel()
-        await asyncio.wait([opening], timeout=20)  # nobody comes before, and the rendezvous has 60 s
+        await asyncio.wait([opening], timeout=20)  # no rank comes before, and the rendezvous has 60 s
         say("cancelled:", opening.cancelled())
         try:
             await enter(Limits(rendezvous=0.5))
@@ -184,7 +184,7 @@ async def apart() -> None:
         raise OSError(1, "refused")
 
     if os.environ["AIODIST_RANK"] == "0":
-        setattr(neighbours, "segment_fd", refuse)  # noqa: B010  - it is no part of what the module offers
+        setattr(neighbours, "segment_fd", refuse)  # noqa: B010  - not a public name of the module
     async with aiodist.init() as coll:
         assert await coll.allreduce(coll.rank + 1) == sum(range(coll.size + 1))
         say("over:", coll.backend)

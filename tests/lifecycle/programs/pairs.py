@@ -40,7 +40,7 @@ async def differ(coll: aiodist.Communicator, mine: Issue) -> str:
         await asyncio.wait_for(mine(coll), 20)
     except aiodist.MismatchError as error:
         text = str(error)
-    except Exception as error:  # noqa: BLE001  - it is told
+    except Exception as error:  # noqa: BLE001  - the caller prints it
         return f"{type(error).__name__}: {error}"
     else:
         return "no error"

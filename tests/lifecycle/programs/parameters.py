@@ -1,4 +1,4 @@
-"""What a parameter server does when a rank of it is killed: `parameters.py NAME POLICY`, on three ranks."""
+"""A parameter server of which one rank is killed: `parameters.py NAME POLICY`, on three ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mixed(t: Tensor) -> bool:
 
 
 async def worker(policy: Policy) -> None:
-    """Rank 2, a worker, is killed while it has pushes under way; the others push 30 times more each."""
+    """Rank 2, a worker, is killed with pushes in flight; the others push 30 times more each."""
     async with asyncio.timeout(30), aiodist.init() as coll:
         w = {"small": torch.zeros(5), "large": coll.arena_empty(LARGE).zero_(), "private": torch.zeros(LARGE)}
         async with ParameterServer(coll, w, consistency=policy, servers=[0, 1], workers=[0, 1, 2]) as ps:
@@ -68,7 +68,7 @@ async def worker(policy: Policy) -> None:
             await ps.sync()
             await ps.barrier()
             await ps.pull()
-            expected = 9 + 2 * 30  # and what the dead had pushed and got through
+            expected = 9 + 2 * 30  # and the pushes of the dead rank that arrived
             say("nothing lost:", all(expected <= int(t[0]) <= expected + 20 for t in w.values()))
             only = ps.statistics().dropped <= 20 * len(w)  # what comes after its death was noticed
         del w, values
@@ -95,7 +95,7 @@ async def uneven(policy: Policy) -> None:
 
 
 async def server(policy: Policy) -> None:
-    """Rank 2, which serves too, is killed while the others work: what lies on it is lost, the rest goes on."""
+    """Rank 2, which serves too, is killed while the others work: its parameters are lost, the others still work."""
     async with asyncio.timeout(40), aiodist.init() as coll:
         order = [int(rank) for rank in sys.argv[3]]
         async with ParameterServer(coll, consistency=policy, servers=order, workers=[0, 1], timeout=20.0) as ps:

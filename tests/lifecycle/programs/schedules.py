@@ -1,6 +1,6 @@
-"""Every schedule by its name, for every operation that has it, on random numbers that each rank draws its own of.
+"""Every schedule by its name, for every operation that has it, on random numbers that differ by rank.
 
-What it gives is compared with what NumPy makes of all ranks' numbers; `ran` are the schedules that were run for it.
+The results are compared with NumPy's on the numbers of all ranks; `ran` are the schedules that ran.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def noting(ran: set[tuple[str, str]]) -> Iterator[None]:
 
 
 async def check(coll: Communicator, operation: str, name: str, numels: Sequence[int]) -> None:
-    """Run one schedule on so many numbers; raise AssertionError where the result is wrong, or another's."""
+    """Run one schedule on tensors of `numels`; raise AssertionError if the result is wrong, or if another one ran."""
     for numel in numels:
         for kind in KINDS:
             ran: set[tuple[str, str]] = set()

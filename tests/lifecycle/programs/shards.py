@@ -18,7 +18,7 @@ from aiodist.errors import PeerLost
 from tests.support.blocking import blocked_until
 
 RECORDS, BATCHES = 3000, 5
-TOLD_SECONDS = 1.0  # after which rank 0 surely knows what was used
+TOLD_SECONDS = 1.0  # after which rank 0 surely knows the used records
 
 
 def say(what: str, *words: object) -> None:
@@ -27,7 +27,7 @@ def say(what: str, *words: object) -> None:
 
 
 async def taken(queue: ShardQueue[int], coll: Communicator, ends: int) -> list[int]:
-    """Return the records of so many batches of the rank that ends; of another, of all that it can have."""
+    """Return the records of `ends` batches on the rank that ends, and of all its batches on another rank."""
     mine: list[int] = []
     async with prefetch(queue, depth=4) as batches:
         if coll.rank != ends:
@@ -41,7 +41,7 @@ async def taken(queue: ShardQueue[int], coll: Communicator, ends: int) -> list[i
 
 
 async def enough(coll: Communicator) -> None:
-    """Let the others go on: this rank has its records."""
+    """Let the other ranks continue: this rank has its records."""
     await aiodist.gather(*[coll.send_object(None, rank) for rank in range(coll.size) if rank != coll.rank])
 
 
@@ -61,7 +61,7 @@ async def main(how: str) -> None:
 
 
 async def killed(queue: ShardQueue[int], coll: Communicator) -> None:
-    """Die inside the pass, while records are ready and others on their way."""
+    """Die inside the pass, while some records are ready and others in flight."""
     mine: list[int] = []
     async with prefetch(queue, depth=4) as batches:
         while len(mine) < BATCHES * 8:

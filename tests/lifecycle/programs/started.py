@@ -95,7 +95,7 @@ def raised() -> None:
 
 
 def interrupted() -> None:
-    """Ctrl-C while the main thread waits for what will never come."""
+    """Ctrl-C while the main thread waits for a message that never comes."""
     with aiodist.start() as coll:
         coll.barrier().wait()
         if coll.rank == 0:
@@ -129,7 +129,7 @@ def late() -> None:
 
 
 def threads() -> None:
-    """Threads that take turns are served; two at once are told."""
+    """Threads that take turns are served; two at the same time get an error."""
     with aiodist.start() as coll:
         total: list[float] = []
 
@@ -170,7 +170,7 @@ def within_a_loop() -> None:
 
 
 def left_open() -> None:
-    """As in a notebook that ends: nobody has left the block, and Python collects it at its end."""
+    """As in a notebook that ends: the block was not left, and Python collects it at exit."""
     globals()["kept"] = block = aiodist.start()
     say(f"sum: {block.__enter__().allreduce(1.0).wait():g}")
 

@@ -19,7 +19,7 @@ LIMIT = 60.0
 
 
 def stop_in_the_midst(times: int) -> None:
-    """Have this process stop itself in each of its next reads, when half of the bytes are there."""
+    """Make this process stop itself in each of its next `times` reads, after half of the bytes."""
     fill, left = PullPart.fill, [times]
 
     def half(part: PullPart, src: int, t: Tensor) -> None:
@@ -36,7 +36,7 @@ def stop_in_the_midst(times: int) -> None:
 
 
 async def pushes_while_stopped(pid: int, push: Callable[[], Awaitable[object]]) -> None:
-    """Push while process `pid` is stopped, and then let it go on."""
+    """Push while process `pid` is stopped, and then let it continue."""
     until_stopped(pid)
     for _ in range(PUSHES):
         await push()

@@ -31,7 +31,7 @@ async def asked() -> None:
 
 
 async def trained() -> None:
-    """Looks in each step of a training, which says nothing beside what steps say anyway."""
+    """Checks for the signal in each step of a training, without messages besides those of steps."""
     async with aiodist.init(stop_on_signal=True) as coll:
         net = await DataParallel.create(nn.Linear(4, 1), coll)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -67,7 +67,7 @@ def scripted() -> None:
 
 
 def signal_late(rank: int, pids: list[int]) -> None:
-    """Have rank 1 hear of a signal when it has come to its end, and rank 0 go on for a while."""
+    """Signal rank 1 at its end, while rank 0 still runs for a while."""
     closing = Path("closing")
     if rank == 1:
         closing.touch()

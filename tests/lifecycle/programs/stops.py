@@ -1,6 +1,6 @@
 """A rank that is stopped, or killed, at a place within the core: `stops.py stopped`, `stops.py killed PLACE HITS`.
 
-It needs a core that was built with CORE_STOPS. Each rank says what it sees.
+The program needs a core built with CORE_STOPS. Each rank prints its observations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Work:
 
 
 async def stopped() -> None:
-    """One rank after the other stops at one place after the other, and goes on."""
+    """One rank after the other stops at one place after the other, and continues."""
     async with opened(PATIENT) as coll:
         work = Work(coll)
         await work()
@@ -74,7 +74,7 @@ async def stopped() -> None:
 
 
 async def killed(place: str, hits: str) -> None:
-    """The last rank is killed, and the others are told."""
+    """The last rank is killed, and the others learn of it."""
     async with opened(PATIENT) as coll:
         work = Work(coll)
         await work()

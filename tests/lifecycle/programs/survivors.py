@@ -1,4 +1,4 @@
-"""What the transport of a communicator does when one of three ranks is killed: `survivors.py NAME`."""
+"""The transport of a communicator after one of three ranks is killed: `survivors.py NAME`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Mail:
 
 
 async def outcome(over: asyncio.Future[float]) -> str:
-    """Return what became of it, in words; raise TimeoutError for what hangs."""
+    """Return the outcome, in words; raise TimeoutError if the operation hangs."""
     try:
         return f"{await asyncio.wait_for(over, SECONDS):g}"
     except BackendError as error:
@@ -81,7 +81,7 @@ def kill() -> None:
 
 
 async def goes_on() -> None:
-    """Rank 2 is killed while the others have receives posted, and sends to it under way."""
+    """Rank 2 is killed while the others have receives posted, and sends to it in flight."""
     async with three() as mail:
         anyone = mail.receive(ANY, REQUEST)
         if mail.rank == DEAD:
@@ -126,7 +126,7 @@ async def exchange(mail: Mail, other: int, numel: int) -> None:
 
 
 async def kept() -> None:
-    """What rank 2 had sent before it was killed is received afterwards, and the next receive hears of the loss."""
+    """Messages that rank 2 sent before its end are received afterwards, and the next receive raises the loss."""
     async with three() as mail:
         if mail.rank == DEAD:
             for other in (0, 1):
@@ -140,7 +140,7 @@ async def kept() -> None:
         say("it is gone:", await outcome(pending))
         for _ in range(2):
             say("from any:", await outcome(mail.receive(ANY, REQUEST)))
-        await exchange(mail, 1 - mail.rank, SHORT)  # the other was told too
+        await exchange(mail, 1 - mail.rank, SHORT)  # the other rank was notified too
         anyone = mail.receive(ANY, REQUEST)
         mail.send(mail.rank, 1 - mail.rank, REQUEST)
         say("then from any:", await outcome(anyone))

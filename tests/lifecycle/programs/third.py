@@ -12,7 +12,7 @@ async def main() -> None:
     async with aiodist.init() as world:
         coll = await world.dup()
         await coll.barrier()
-        if coll.rank == 2:  # it comes when the others have been told
+        if coll.rank == 2:  # after the others were notified
             for _ in range(2):
                 await world.recv()
         try:

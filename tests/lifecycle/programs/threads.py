@@ -1,4 +1,4 @@
-"""Threads that issue and wait while something ends: `threads.py NAME`. Each rank says what its threads were told."""
+"""Threads that issue and wait while the world ends: `threads.py NAME`. Each rank prints the errors of its threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tell(way: str, coll: Communicator) -> None:
         while True:
             WAYS[way](coll).wait(LIMIT)
             turns[way] += 1
-    except Exception as error:  # noqa: BLE001  - its class is what the test is about
+    except Exception as error:  # noqa: BLE001  - the test checks its class
         say(f"{way}:", type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""What `aiodist run --trace` and `--stragglers` are tried on: `traced.py NAME`."""
+"""Programs for tests of `aiodist run --trace` and `--stragglers`: `traced.py NAME`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.support.until import until
 
 
 def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tensor) -> None:
-    """Have backward stay at this layer's output until two buckets of the pass are reduced.
+    """Hold backward at this layer's output until two buckets of the pass are reduced.
 
-    Not in the first passes, of which the first learns the order of the gradients and reduces at its end.
+    The first passes are not held: the first one learns the order of the gradients and reduces at its end.
     """
 
     def stay(_: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tenso
 
 
 async def trained() -> None:
-    """Steps whose backward goes on only after two reductions, from the third step on."""
+    """Steps whose backward continues only after two reductions, from the third step on."""
     async with aiodist.init() as coll:
         torch.manual_seed(coll.rank)
         layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())]
@@ -77,7 +77,7 @@ async def raised() -> None:
 
 
 async def late() -> None:
-    """Rank 1 comes 200 ms late, now and then; what others wait for beside that is short."""
+    """Rank 1 comes 200 ms late now and then; all other waits are short."""
     async with aiodist.init() as coll:
         for i in range(200):
             if coll.rank == 1 and i % 20 == 19:

@@ -21,7 +21,7 @@ STOP = f"kill -STOP $1; sleep {BUSY_SECONDS}; kill -CONT $1"
 
 
 def stop() -> None:
-    """Have this process stopped, soon."""
+    """Stop this process soon."""
     subprocess.Popen(["sh", "-c", STOP, "sh", str(os.getpid())])
 
 
