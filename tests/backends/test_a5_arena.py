@@ -1,4 +1,4 @@
-"""A5: the memory of one rank: tensors, views, holes, and what happens when there is none left."""
+"""A5: the memory of one rank: tensors, views, holes, and the lack of memory."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _sleeping(doorbell: _core.Doorbell, page: mmap.mmap, *, for_all: bool = True
 def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: mmap.mmap) -> None:
     mine, other = doorbell_in(page), doorbell_in(page)
     other.call()
-    with _sleeping(mine, page):  # nobody slept, so nothing was rung
+    with _sleeping(mine, page):  # no rank slept, so no ring was needed
         other.call()
 
 
@@ -135,7 +135,7 @@ def answering(request: pytest.FixtureRequest, page: mmap.mmap) -> Iterator[None]
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, answering: None) -> None:
-    """Both wait without a limit: one lost ring, and neither goes on."""
+    """Both wait without a limit: after one lost ring, neither would continue."""
     hear, tell = doorbell_in_half(page, 0), doorbell_in_half(page, 1)
     get, put = word_in_half(page, 0), word_in_half(page, 1)
     last = 0

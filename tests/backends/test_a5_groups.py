@@ -205,7 +205,7 @@ async def test_a5_every_collective_of_every_dtype(size: int, arena: str) -> None
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("arena", ["all", "none", "some"])
 async def test_a5_sizes_around_pieces_and_stages(size: int, arena: str) -> None:
-    """Of one round, two and three, and one element more or less."""
+    """Sizes of one, two and three rounds, and one element more or less."""
     async with world(size) as here:
         for nbytes in (1 << 15, 1 << 18, STAGE_BYTES, 2 * STAGE_BYTES, 3 * STAGE_BYTES):
             for more in (-1, 0, 1):
@@ -293,7 +293,7 @@ async def test_a5_what_is_known_of_a_tensor_is_forgotten_with_it() -> None:
         for _ in range(300):
             if draw.random() < 0.3:
                 kind, numel = draw.choice((torch.float32, torch.int32, torch.float64)), draw.choice((10, 20, 5000))
-                ts.clear()  # all of them anew, in the same place
+                ts.clear()  # all tensors again, in the same place
                 ts.extend(here.place([drawn(numel, kind, r) for r in range(3)], "all"))
             elif draw.random() < 0.5:  # one of them goes elsewhere
                 rank = draw.randrange(3)
@@ -439,7 +439,7 @@ async def test_a5_what_a_callback_raises_is_for_the_hook_of_python(monkeypatch: 
 
 
 async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too() -> None:
-    """Else it would be lent to somebody else, who finds numbers in it that a rank behind wrote."""
+    """Otherwise the memory would get another owner, and a late rank would write into it."""
     async with world(2) as here:
         natives = here.group("given up")
         await asyncio.gather(*[here.issue(r, begun("allreduce", torch.ones(9)), 1, natives) for r in range(2)])

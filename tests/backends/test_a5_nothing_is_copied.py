@@ -118,7 +118,7 @@ LENT: dict[Call, tuple[int, int]] = {  # by ranks 0 and 1, in elements
 @pytest.mark.ranks(2, backend=("openmpi", "shm"))
 @pytest.mark.parametrize("call", CALLS)
 async def test_a5_the_same_of_private_tensors_is_seen_to_be_copied(coll: Communicator, call: Call) -> None:
-    """What others take of a rank's tensor, and no more."""
+    """The bytes that other ranks take of a rank's tensor are copied, and no more."""
     own = await coll.dup()
     probe = Probe(own)
     run, result, expected = call(own, lambda numel: torch.empty(numel))

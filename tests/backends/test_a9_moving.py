@@ -177,7 +177,7 @@ def test_a9_the_old_memory_goes_and_the_new_goes_back(arena: Arena) -> None:
 
     def resident(addresses: list[int]) -> int:
         """Return how many MiB of the blocks at these addresses are there; other tests' memory comes and goes."""
-        ctypes.CDLL(None).malloc_trim(0)  # malloc may have had a block in what earlier tests left free of its heap
+        ctypes.CDLL(None).malloc_trim(0)  # malloc may have placed a block in heap memory that earlier tests freed
         pages = array("Q")
         with Path("/proc/self/pagemap").open("rb") as file:
             for address in addresses:

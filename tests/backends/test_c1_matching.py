@@ -30,7 +30,7 @@ def fits(receive: Labelled, message: Labelled) -> bool:
 
 
 class Model:
-    """What `Matching` does, said once for all: two lists in the order of issue, and the first that fits."""
+    """A model of `Matching`: two lists in the order of issue, and the first pair that fits."""
 
     def __init__(self) -> None:
         self.receives: list[Labelled] = []
@@ -88,7 +88,7 @@ def test_c1_matching_does_what_two_lists_do(steps: list[tuple[str, int, int, int
             assert receive(matching, one) == model.receive(one)
         elif what == "message":
             assert message(matching, one) == model.message(one)
-        elif what == "lost":  # a rank is gone: what it sent, and what waits for it or for any
+        elif what == "lost":  # a rank is lost: its messages, and receives from it or from any rank
             sent = matching.cancel_messages([m for m in matching.messages if m.src == src])
             waiting = matching.cancel_receives([r for r in matching.receives if r.src in (ANY, src)])
             assert set(sent) == {m for m in model.messages if m.src == src}

@@ -243,7 +243,7 @@ async def test_c1_an_unmatched_send_takes_no_memory() -> None:
         room = b.private(1)
         await asyncio.gather(first, b.receive(room, 0))
         before = held(a.near.arena) + held(b.near.arena)
-        large = torch.empty(1 << 30, dtype=torch.uint8)  # whose pages nobody touches
+        large = torch.empty(1 << 30, dtype=torch.uint8)  # its pages are never touched
         sent = a.send(large, 1, tag=1)
         await asyncio.gather(a.send(a.private(1, 2), 1), b.receive(room, 0))
         assert room.item() == 2, "it holds up nothing"

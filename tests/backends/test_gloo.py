@@ -1,7 +1,7 @@
-"""The gloo backend: what it offers is what it does, and nothing about its peers can hang or end the process.
+"""The gloo backend: its capabilities are true, and no fault of a peer can hang or end the process.
 
-Most tests have their ranks in this process, each with its own connections: gloo cannot tell. Those about death have
-processes.
+Most tests have their ranks in this process, each with its own connections, which makes no difference for gloo. Tests
+of dead ranks start processes.
 """
 
 from __future__ import annotations
@@ -523,7 +523,7 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
 
 
 async def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
-    """Its thread may still hear that the first of it came."""
+    """Its thread may still receive the first part."""
     async with worlds(2) as (zero, one):
         await over(send(zero, torch.ones(1), 1), receive(one, torch.zeros(1)))
         assert zero.wire is not None

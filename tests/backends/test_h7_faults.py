@@ -1,4 +1,4 @@
-"""H7: what raises while an operation starts or goes on fails that operation, and only it."""
+"""H7: an error while an operation starts or runs fails that operation alone."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from aiodist.types import ReduceOp
 pytestmark = [pytest.mark.drawn(4), pytest.mark.timeout(150)]
 
 LONG = 40_000
-"""Elements of what no message carries in its header."""
+"""Number of elements that does not fit into the header of a message."""
 LONGER = 400_000
-"""Of what no frame carries."""
+"""Number of elements that does not fit into a frame."""
 
 Operation = Callable[[Communicator, torch.Tensor], Awaitable[object]]
 Places = dict[str, tuple[Callable[[Communicator], Any], tuple[str, ...]]]
 
 
 class Boom(RuntimeError):
-    """What nobody expects."""
+    """An unexpected error."""
 
 
 def _steps(coll: Communicator) -> object:
@@ -58,7 +58,7 @@ PLACES: Places = {
 
 async def _there_and_back(coll: Communicator, t: torch.Tensor) -> None:
     other = 1 - coll.rank
-    await asyncio.gather(coll.send(t.clone(), other), coll.recv(torch.empty_like(t), other))  # one of them may go on
+    await asyncio.gather(coll.send(t.clone(), other), coll.recv(torch.empty_like(t), other))  # one of them may continue
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -135,7 +135,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 async def _survives(coll: Communicator, place: str, name: str, k: int, operation: Operation, *, after: bool) -> bool:
-    """Have rank 0 meet a fault in one operation; return whether there was one."""
+    """Inject a fault into one operation of rank 0; return whether the fault occurred."""
     one = await coll.dup()
     t = torch.ones(LONG)
     owner = PLACES[place][0](one) if coll.rank == 0 else None
@@ -157,7 +157,7 @@ async def _survives(coll: Communicator, place: str, name: str, k: int, operation
         one.abort("the fault is over")
     else:
         t = torch.ones(LONG)
-    async with asyncio.timeout(20):  # what failed owns nothing any more, and everything else goes on
+    async with asyncio.timeout(20):  # the failed operation owns no bytes any more, and the next calls succeed
         assert (await coll.allreduce(t.fill_(1))).sum() == LONG * coll.size
     await coll.barrier()
     assert not Progress.current().large
@@ -216,7 +216,7 @@ async def test_h7_a_fault_in_a_library_fails_the_operation_that_meets_it(coll: C
     for name, operations in callers.items():
         some = operations[:: -(-len(operations) // (12 if name == "start" else 4)) or 1]
         met = [await _survives(coll, place, name, 0, IN_LIBRARIES[operation], after=False) for operation in some]
-        # Where the lanes of a new communicator have met already, an operation is issued in C instead.
+        # If the lanes of a new communicator have met already, the operation is issued in C instead.
         assert any(met) if place in {"lane", "shared memory"} else all(met), (name, some, met)
         if operations:
             await _survives(coll, place, name, 1, IN_LIBRARIES[operations[-1]], after=False)
@@ -224,7 +224,7 @@ async def test_h7_a_fault_in_a_library_fails_the_operation_that_meets_it(coll: C
 
 @pytest.mark.ranks(2)
 async def test_h7_a_fault_behind_a_call_is_told_too(coll: Communicator) -> None:
-    """Where the transfer has begun, or is over: once, and nothing is left."""
+    """After the transfer has begun or finished, the fault is reported once, and nothing is left."""
     for operation in OPERATIONS.values():
         for name in ("isend", "irecv"):
             await _survives(coll, "transport", name, 0, operation, after=True)
@@ -232,7 +232,7 @@ async def test_h7_a_fault_behind_a_call_is_told_too(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_h7_a_fault_on_all_ranks_fails_the_operation_on_all(coll: Communicator) -> None:
-    """None of them waits for what the other did not send."""
+    """No rank waits for a message that the other did not send."""
     of_others = len(in_flight)  # tests that gave a communicator up
     for impl in ("ring", "doubling"):
         one = await coll.dup()
@@ -241,7 +241,7 @@ async def test_h7_a_fault_on_all_ranks_fails_the_operation_on_all(coll: Communic
         with pytest.raises(BackendError, match="Boom"):
             await one.allreduce(t, impl=impl)
         fault.over = True
-        async with asyncio.timeout(20):  # what was on its way is taken off the wire
+        async with asyncio.timeout(20):  # messages in flight are drained
             while len(in_flight) > of_others:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         await coll.barrier()
@@ -251,7 +251,7 @@ async def test_h7_a_fault_on_all_ranks_fails_the_operation_on_all(coll: Communic
 
 @pytest.mark.ranks(2)
 async def test_h7_a_fault_in_a_step_of_a_program(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the arithmetic between two steps, on one rank; the other is told that it was given up."""
+    """A fault in the arithmetic between two steps, on one rank: the other learns of it."""
     one = await coll.dup()
     left = [Boom("in a step")]
 

@@ -50,7 +50,7 @@ class Pair:
             self.borrower.release(0, numbers)
 
     def lend(self, t: Tensor) -> Tensor:
-        """Return a copy of what rank 1 sees of `t`, after a whole loan."""
+        """Return a copy of `t` as rank 1 sees it, after a whole loan."""
         lending, said = self.say(t)
         borrowing, seen = self.receive(said, t)
         copied = seen.clone()
@@ -62,7 +62,7 @@ class Pair:
 
 def test_s4_another_tensor_at_the_same_address_is_another() -> None:
     pair = Pair()
-    memory = bytearray(64)  # all that is made of it lies at one address
+    memory = bytearray(64)  # all tensors of it are at one address
     for round_, (n, kind) in enumerate([(8, torch.float64), (4, torch.float64), (16, torch.int32), (64, torch.uint8)]):
         t = torch.frombuffer(memory, dtype=kind, count=n)
         t.fill_(round_ + 1)
@@ -120,7 +120,7 @@ def test_s4_what_died_is_let_go_of_when_another_storage_is_lent() -> None:
     del dying
     gc.collect()
     pair.lend(kept)
-    assert len(pair.mapper.opened) == 2  # nobody has been told: what is known is lent without a look at the others
+    assert len(pair.mapper.opened) == 2  # no rank was notified: known memory is lent without a check of the others
     pair.lend(torch.ones(5))
     assert len(pair.mapper.opened) == len(pair.lender.lent) == 2
     pair.look()
@@ -284,7 +284,7 @@ async def test_s4_closing_leaves_what_a_loan_still_uses() -> None:
 
 
 def test_s4_what_was_described_stays_while_the_default_stream_reads_it(simulated_cuda: SimulatedCuda) -> None:
-    """Torch takes no notes of who reads memory once it is described: it is told before, of the default stream."""
+    """Torch records no readers of memory after its description, so the default stream is recorded before."""
     pair = Pair()
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
     for reader in (torch.cuda.default_stream(), other):
@@ -297,7 +297,7 @@ def test_s4_what_was_described_stays_while_the_default_stream_reads_it(simulated
             copied = t.clone()
             del t
             for stream in {side, other, torch.cuda.default_stream()} - {reader}:
-                stream.synchronize()  # what was told of the memory is reached: it is used again
+                stream.synchronize()  # all recorded streams are finished: the memory is used again
         torch.cuda.synchronize()
         assert bool(simulated_cuda.hazards) == (reader == other)
         assert bool(copied.isnan().any()) == (reader == other)
@@ -340,7 +340,7 @@ def _address(memory: bytearray) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
-# --- torch's sharing, with what only a CUDA build has replaced -----------------------------------------------------
+# --- torch's sharing, with the parts of a CUDA build replaced -------------------------------------------------------
 
 
 class Lent:
@@ -363,7 +363,7 @@ class Lent:
 
 
 class Shared:
-    """What torch's storage sharing was asked."""
+    """Calls of torch's storage sharing."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""What the tests of collectives share: one thread of torch's, and ranks of one process that share memory of devices."""
+"""Fixtures of the tests of collectives: one thread of torch, and ranks of one process that share memory of devices."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Ranks:
     """Ranks of one process, each with its stream and mappings."""
 
     def __init__(self, size: int, *, seed: int | None = None, devices: int = 1, shared: bool = False) -> None:
-        """On so many simulated devices; they say that each is on one of its own, unless these are `shared`."""
+        """Make ranks on `devices` simulated devices; if `shared`, the ranks report that they share devices."""
         self.size = size
         self.progress = Progress.current()
         events = Events.of(self.progress)
@@ -105,7 +105,7 @@ class Ranks:
         self.mappers = [SimulatedMapper() for _ in range(size)]
         places = [f"GPU {rank % devices if shared else rank}" for rank in range(size)]
         self.mappings = [Mappings(mapper) for mapper in self.mappers]
-        # Named as in a world of which these are every third.
+        # Named as every third rank of a larger world.
         self.names = [3 * rank + 1 for rank in range(size)]
         self.impls = [CudaIpc(mappings, self.names, places, events, SMALL_PIECES) for mappings in self.mappings]
         self.streams = [torch.cuda.Stream(rank % devices) for rank in range(size)]

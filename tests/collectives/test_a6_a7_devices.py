@@ -1,4 +1,4 @@
-"""A6, A7 on devices: the table has rows for them, edits are seen by their operations, and what is missing says why."""
+"""A6, A7 on devices: the table has their rows, operations use edits, and a missing implementation gives a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.simulated_cuda.simulation import simulated_cuda
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The allreduces of devices, by the name of what ran them; each rank's."""
+    """The implementations that ran the allreduces of devices, for each rank."""
     names: list[str] = []
     for kind in (CudaIpc, Staged, Scheduled):
 

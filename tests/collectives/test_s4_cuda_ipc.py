@@ -150,7 +150,7 @@ async def test_s4_sums_of_16_bit_floats_are_rounded_once(ranks_of: type[Ranks], 
             )
             exact = torch.stack(parts).double().sum(0) / (size if op is ReduceOp.MEAN else 1)
             steps = torch.tensor(torch.finfo(kind).eps, dtype=torch.float64) * exact.abs()
-            # Half a step, and what float32 adds to it: rounding at each addition errs by several halves.
+            # Half a step, and the error of float32: rounding at each addition errs by several halves.
             assert bool(((ts[0].cpu().double() - exact).abs() <= 0.501 * steps + 1e-6).all())
             assert all(torch.equal(t.cpu(), ts[0].cpu()) for t in ts)
         big = [torch.full((3,), 60000.0, dtype=kind) for _ in range(size)]
@@ -292,7 +292,7 @@ async def test_s4_scan(ranks_of: type[Ranks], size: int, shared: bool) -> None:
 
 @one_loop
 async def test_s4_inputs_that_are_still_being_computed(ranks_of: type[Ranks], simulated_cuda: SimulatedCuda) -> None:
-    """What the caller's stream has queued comes first, on each rank and however long it takes."""
+    """The queued work of the caller's stream comes first, on each rank, however long it takes."""
     ranks = ranks_of(3)
     parts = ranks_of.brought(3, 500)
     ts, sources = ranks_of.on_device([torch.zeros(500, dtype=torch.float64)] * 3), ranks_of.on_device(parts)
@@ -450,7 +450,7 @@ async def test_s4_the_first_rank_of_each_device_works(
 async def test_s4_nothing_is_asked_of_a_device_with_nothing_queued(
     ranks_of: type[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event on an empty stream would still be over only at this process's turn on the device."""
+    """Even an event on an empty stream finishes only at this process's turn on the device."""
     ranks = ranks_of(3)
     parts = ranks_of.brought(3, 500)
     ts = ranks_of.on_device(parts)
@@ -521,7 +521,7 @@ async def test_s4_memory_goes_back_where_no_other_operation_follows(coll: Commun
     assert len(mappings.lent) == 2
     del each, t
     async with asyncio.timeout(SECONDS):
-        while len(mappings.lent) > 1 or len(mappings.borrowed) > 2:  # noqa: ASYNC110  - nobody tells that it is done
+        while len(mappings.lent) > 1 or len(mappings.borrowed) > 2:  # noqa: ASYNC110  - no notification exists
             await asyncio.sleep(1e-3)
     await coll.allreduce(kept, impl="cuda_ipc")
     assert torch.equal(kept.cpu(), torch.full((300,), float(coll.size**2)))

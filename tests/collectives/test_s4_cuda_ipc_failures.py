@@ -1,4 +1,4 @@
-"""S4: collectives by CUDA IPC that fail: everybody is told, can go on, and the process lives."""
+"""S4: collectives by CUDA IPC that fail: all ranks learn of it and can continue, and the process lives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def failures(ranks: Ranks, make: Sequence[Make]) -> list[BaseException]:
 
 
 async def usable(ranks: Ranks) -> None:
-    """Assert that the ranks can go on."""
+    """Assert that the ranks can continue."""
     parts = ranks.brought(ranks.size, 50, seed=77)
     ts = ranks.on_device(parts)
     await ranks.perform(ranks.summing(ts))
@@ -58,7 +58,7 @@ async def test_s4_ranks_that_disagree_are_told_and_go_on(ranks_of: type[Ranks], 
 @one_loop
 @pytest.mark.parametrize("other", [torch.ones(11), torch.ones(10).double()])
 async def test_s4_the_rank_that_works_tells_all_that_they_disagree(ranks_of: type[Ranks], other: Tensor) -> None:
-    """On a shared device the others hear of nobody but it, and one of them brings what it should not."""
+    """On a shared device the others communicate with this rank alone, and one of them brings a wrong tensor."""
     ranks = ranks_of(3, shared=True)
     ts = ranks_of.on_device([torch.ones(10), torch.ones(10), other])
     errors = await failures(ranks, ranks_of.summing(ts))
@@ -72,7 +72,7 @@ async def test_s4_the_rank_that_works_tells_all_that_they_disagree(ranks_of: typ
 async def test_s4_a_description_that_fits_in_no_frame_is_an_error_everywhere(
     ranks_of: type[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such are those of expandable segments, and of an allocator that nobody knows yet."""
+    """Such tensors come from expandable segments, or from an unknown allocator."""
     plain = SimulatedMapper.export
     ranks = ranks_of(3)
     ts = ranks_of.on_device(ranks_of.brought(3, 10))
@@ -150,7 +150,7 @@ async def test_s4_a_device_that_fails_is_an_error_everywhere(
 async def test_s4_closing_leaves_what_my_kernels_may_use(
     ranks_of: type[Ranks], simulated_cuda: SimulatedCuda, until: Any
 ) -> None:
-    """A peer died before they were over: nobody waits for them any more."""
+    """A peer died before the operations finished: no rank waits for them any more."""
     ranks = ranks_of(2, shared=True)
     parts = ranks_of.brought(2, 600)
     ts = ranks_of.on_device(parts)
@@ -173,7 +173,7 @@ async def test_s4_closing_leaves_what_my_kernels_may_use(
 async def test_s4_a_rank_that_dies_in_the_middle(
     ranks_of: type[Ranks], begun: bool, simulated_cuda: SimulatedCuda
 ) -> None:
-    """The others are told; nothing of them touches its memory afterwards, and they can go on without it."""
+    """The other ranks learn of it, do not touch its memory afterwards, and can continue without it."""
     ranks = ranks_of(3)
     parts = ranks_of.brought(3, 600)
     ts = ranks_of.on_device(parts)

@@ -1,4 +1,4 @@
-"""S4: the kernel that reduces several tensors at once, its source compiled for the CPU; and what runs where none is."""
+"""S4: the kernel that reduces several tensors at once, its source compiled for the CPU; and the case without it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0)
 
 
 def brought(numel: int, kind: torch.dtype, count: int, starts: Sequence[int]) -> list[Tensor]:
-    """Return so many tensors that begin so many elements behind aligned memory, in rooms that end 64 elements later."""
+    """Return `count` tensors that begin `starts` elements after aligned memory, in buffers with 64 elements more."""
     made = torch.Generator().manual_seed(numel)
     ts = []
     for i in range(count):
@@ -135,7 +135,7 @@ CASES = [
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("op", "kind"), CASES, ids=str)
 def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> None:
-    """Of two and three tensors, with odd sizes, at equal and at different places in words of 16 bytes."""
+    """Two and three tensors, with odd sizes, at equal and at different places in words of 16 bytes."""
     for count, numel, starts in product((2, 3), (1, 7, 1000, 4003), ((0, 0, 0), (3, 3, 3), (0, 1, 5))):
         ts = brought(numel, kind, count, starts)
         expected, plain = ts[0].clone(), [t.clone() for t in ts]
@@ -204,7 +204,7 @@ def test_s4_where_nothing_is_compiled_torch_does_it(error: Exception, monkeypatc
 async def test_s4_one_launch_for_all_ranks_of_a_device(
     ranks_of: type[Ranks], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be launched is done in pieces."""
+    """Work that cannot be launched is done in pieces."""
     seen: list[tuple[int, int, int]] = []
 
     def reduce(into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> bool:

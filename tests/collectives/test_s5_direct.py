@@ -14,7 +14,7 @@ from tests.support.simulated_cuda.simulation import simulated_cuda
 
 
 def at_once(into: torch.Tensor, t: torch.Tensor) -> None:
-    """Copy as MPI does, which knows nothing of streams: it is over when it returns."""
+    """Copy as MPI does, without streams: the copy has finished when the call returns."""
     copy(into.view(-1).view(torch.uint8)[: t.nbytes], t.cpu().view(-1).view(torch.uint8))
     if into.is_cuda:
         torch.cuda.current_stream(into.device).synchronize()

@@ -35,7 +35,7 @@ SHORT, LONG = 100, 7 * PIECE // 2 + 3
 
 
 class Wire(LocalTransport):
-    """Counts messages, and loses one where it is told to."""
+    """Counts messages, and loses one of them at the test's command."""
 
     def __init__(self, hub: LocalHub, rank: int, size: int) -> None:
         super().__init__(hub, rank, size)
@@ -96,7 +96,7 @@ class Rank:
 
 
 class Counting:
-    """The host's primitives, of which it counts those on their way."""
+    """The host's primitives, with a count of those in flight."""
 
     def __init__(self, rank: Rank, primitives: Primitives) -> None:
         self._rank = rank
@@ -125,7 +125,7 @@ def begin(
     make: Callable[[Rank, Endpoint], Program[Any]],
     streams: Sequence[torch.cuda.Stream | None] = (None, None, None),
 ) -> list[asyncio.Future[Any]]:
-    """Have every rank run its program."""
+    """Run each rank's program."""
     return [r.perform(partial(make, r), stream) for r, stream in zip(group, streams, strict=False)]
 
 
@@ -135,7 +135,7 @@ def allreduce(
     op: ReduceOp = ReduceOp.SUM,
     streams: Sequence[torch.cuda.Stream | None] = (None, None, None),
 ) -> list[asyncio.Future[Any]]:
-    """Have every rank reduce its tensor, staged."""
+    """Reduce each rank's tensor, staged."""
     return begin(group, lambda r, ep: r.staged.run(ep, [Primitive("allreduce", on[r.rank], op=op)]), streams)
 
 
@@ -621,7 +621,7 @@ async def test_s5_a_later_operation_that_waits_for_its_producer_holds_nobody_up(
             for t in second:
                 t.add_(1)
             later = allreduce(group, second, streams=streams)
-        # On the same streams: all of the first is reduced and copied back, though it is told only in its turn.
+        # On the same streams: all of the first is reduced and copied back, and reported in its turn.
         async with asyncio.timeout(20):
             while any(r.ran < 20 for r in group):  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -667,7 +667,7 @@ async def test_s5_a_collective_over_a_broken_wire_fails_when_all_is_over(
         while group[1].wire.sent < 4 or group[1].wire.wanted < 4:  # noqa: ASYNC110
             await asyncio.sleep(0)
         while not all(one.done() for one in over):
-            for r in group:  # the others wait for what never comes, until the communicator is given up
+            for r in group:  # the others wait for a message that never comes, until the abort
                 await r.wire.aclose(drained=False)
             await asyncio.sleep(0)
     for result in await outcomes(over):

@@ -96,7 +96,7 @@ async def test_c10_several_communicators_wait_for_themselves_alone(coll: Communi
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.ranks(2, 3, backend="openmpi")
 async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communicator, until: Any) -> None:
-    """A program of messages fails: the other ranks learn of it, its messages are drained, and the next call succeeds."""
+    """A program of messages fails: the other ranks learn of it, its messages are drained, the next call succeeds."""
     into: Any = torch.empty(3)[1:]  # a view, which cannot grow
     of_others = len(in_flight)  # tests that gave a communicator up
     for _ in range(2):

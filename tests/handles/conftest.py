@@ -20,7 +20,7 @@ Until = Callable[[Callable[[], object]], Awaitable[None]]
 
 @dataclass
 class Request:
-    """A native request: over after so many polls, and not before it is let go."""
+    """A native request that finishes after a number of polls, and not before the test releases it."""
 
     handle: Handle[Any]
     after: int
@@ -67,7 +67,7 @@ class Transport:
         in_thread: bool = False,
         handle: Handle[Any] | None = None,
     ) -> Request:
-        """Return a request over after so many polls, or, without `go`, when the test says so."""
+        """Return a request that finishes after `polls` polls, or, without `go`, when the test releases it."""
         if handle is None:
             handle = Handle(self.progress, "allreduce", origin=Origin.here(1))
         request = Request(handle, after, go, outcome=outcome)
@@ -107,7 +107,7 @@ class Bench:
         return operation
 
     async def ended(self, value: object = None) -> Handle[Any]:
-        """Return the handle of an operation that is over."""
+        """Return the handle of a finished operation."""
         operation = await self.issue()
         operation.end(value)
         await self._until(operation.handle.done)

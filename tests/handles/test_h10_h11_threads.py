@@ -70,7 +70,7 @@ async def test_h10_wait_needs_no_turn_of_the_loop(bench: Any) -> None:
 
 
 async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch, until: Any) -> None:
-    """Were each to make an event of its own, one of them would never be told."""
+    """Both threads use one event; with an event each, one thread would never wake."""
     both = threading.Barrier(2)
     seen: list[int] = []
     operation: Operation[int] = Operation(Progress.current(), "raced", polled=False)
@@ -200,7 +200,7 @@ async def test_h11_no_stream_to_order_is_an_error(bench: Any) -> None:
 def _forked() -> int:
     """Fork, and return 0 if the child finds the transport lock free."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with other threads, from Python 3.12 on
         child = os.fork()
     if child == 0:
         os._exit(0 if transport_lock.acquire(False) else 1)

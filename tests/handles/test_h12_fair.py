@@ -21,7 +21,7 @@ ENOUGH = 15  # one in each millisecond are 200; a starved ticker gets next to no
 
 
 async def _ticks_during(storm: Callable[[], Awaitable[None]], seconds: float = 0.2) -> int:
-    """Return how many turns a ticker had while the storm took so much CPU time."""
+    """Return the number of a ticker's turns while the storm used `seconds` of CPU time."""
     ticks = 0
 
     async def tick() -> None:
@@ -76,7 +76,7 @@ async def test_h12_a_gather_of_many_lets_a_ticker_tick(bench: Any) -> None:
 
 
 async def test_h12_a_parked_wait_costs_little(bench: Any, monkeypatch: pytest.MonkeyPatch, until: Any) -> None:
-    """The loop's thread sleeps, and the progress thread too, but for a look in each millisecond at what is polled."""
+    """The loop's thread sleeps, and the progress thread polls once per millisecond."""
     pauses = noted_pauses(monkeypatch)
     operation = await bench.issue()
     waiting = asyncio.ensure_future(operation.handle)

@@ -146,7 +146,7 @@ programs = st.lists(
 
 
 class Actor:
-    """Enters and leaves blocks as it is told, and notes what modes it sees."""
+    """Enters and leaves blocks at the test's commands, and notes the modes that it sees."""
 
     def __init__(self) -> None:
         self.log: list[object] = []
@@ -472,7 +472,7 @@ async def test_h13_isolating_twice_and_over_another_factory() -> None:
     assert await asyncio.create_task(evaluate())
     assert len(made) == 1
     assert made[0].endswith("evaluate")
-    # A factory that somebody puts over ours, and ours over that.
+    # The program wraps our factory in its own, and ours wraps that one again.
     inner = loop.get_task_factory()
     loop.set_task_factory(lambda loop, coro, **options: inner(loop, coro, **options))  # type: ignore[misc]
     isolate(loop)
@@ -505,7 +505,7 @@ def test_h13_factory_options_reach_the_previous_factory() -> None:
 
 @pytest.mark.usefixtures("isolated")
 async def test_h13_closed_while_suspended() -> None:
-    """What the interpreter does with tasks of a loop that is gone: their blocks are left in their own modes."""
+    """The interpreter closes tasks of a loop that is gone: their blocks are left in their own modes."""
     inside: list[object] = []
 
     async def task() -> None:

@@ -1,4 +1,4 @@
-"""H1 to H6 with operations of MPI, Gloo and shared memory: what rank 0 issues ends after rank 1 was told to answer."""
+"""H1 to H6 with operations of MPI, Gloo and shared memory: rank 1 answers the operations of rank 0 on command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Issued = tuple[Handle[Any], Callable[[Any], bool]]
 """A handle, and whether a result of it is right."""
 
 
-# --- kinds of operations: what rank 0 issues, and what rank 1 answers -------------------------------------------------
+# --- kinds of operations: the call of rank 0, and the answer of rank 1 ------------------------------------------------
 
 
 def is_full(t: Tensor, value: float) -> bool:
@@ -112,19 +112,19 @@ class Asking:
         return handle  # type: ignore[no-any-return]
 
     async def finish(self, count: int = 1) -> None:
-        """Have rank 1 do its part of so many more, in the order of issue."""
+        """Let rank 1 do its part of `count` more operations, in the order of issue."""
         for _ in range(count):
             await self._coll.send(torch.zeros(1), 1, tag=GO)
 
     async def over(self, handle: Handle[Any]) -> None:
-        """Return when it is done; nobody awaits it for that."""
+        """Return when the handle is done, without an await of the handle."""
         async with asyncio.timeout(20):
             while not handle.done():  # noqa: ASYNC110  - what is waited for sets no event
                 await asyncio.sleep(0)
 
 
 async def play(coll: Communicator, kind: Any, count: int, ask: Callable[[Asking], Awaitable[None]]) -> None:
-    """Have rank 0 issue and finish `count` operations, and rank 1 answer them."""
+    """Let rank 0 issue and finish `count` operations, and rank 1 answer them."""
     if kind is Request and coll.backend != "mpi":
         pytest.skip("requests are MPI's")
     if coll.rank == 0:
@@ -284,7 +284,7 @@ async def test_h6_a_cancelled_wait_leaves_the_transfer(coll: Communicator, kind:
 
 @real
 async def test_h6_it_completes_after_its_wait_was_cancelled_in_the_middle(coll: Communicator, kind: Any) -> None:
-    """The answer is on its way, and nobody awaits any more."""
+    """The answer is in flight, and no task awaits any more."""
 
     async def ask(asking: Asking) -> None:
         handles = [asking.issue() for _ in range(5)]

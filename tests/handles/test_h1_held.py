@@ -1,4 +1,4 @@
-"""H1: work goes on, and its buffers stay, when nobody holds a handle or the loop; what is idle is collected."""
+"""H1: work continues and keeps its buffers after the handle and the loop are dropped; idle objects are collected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.blocking import blocked_until
 
 
 class Device:
-    """Ends what it was given when it is told to; by a poller of each loop, as devices do."""
+    """Ends operations at the test's command, by a poller of each loop, as devices do."""
 
     rings = False
 
@@ -93,7 +93,7 @@ def test_h1_a_loop_that_is_closed_keeps_the_buffers_of_what_goes_on(until: Any, 
 
 
 def test_h1_a_loop_that_was_stopped_before_its_turn_is_let_go_of() -> None:
-    """It was armed, nothing is pending, and nobody will find that out but the next loop."""
+    """The loop was about to poll, and nothing is pending, which only the next loop finds out."""
 
     async def main() -> ref[Progress]:
         progress = Progress.current()

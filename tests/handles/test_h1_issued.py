@@ -136,7 +136,7 @@ async def test_h1_a_poller_that_fails_is_reported_and_stops_nobody_else(
 
 
 async def test_h1_what_a_thread_of_a_transport_begins_is_driven(until: Any) -> None:
-    """Nothing was pending, so that neither the loop nor the progress thread looks; and nobody issues anything."""
+    """Nothing was pending, so neither the loop nor the progress thread polls, and no code issues an operation."""
     progress = Progress.current()
     handle: Handle[None] = Handle(progress, "next step")
 
@@ -182,7 +182,7 @@ async def test_h1_a_callback_that_fails_keeps_no_other_from_being_told(
     for handle in (first, second):
         thread = threading.Thread(target=Operation.of(handle).resolve, args=(1,))
         thread.start()
-        thread.join()  # both lie in one batch, since the loop has not run
+        thread.join()  # both are in one batch, since the loop has not run
     assert await waiting == 1
     assert len(reports) == 1
 

@@ -68,7 +68,7 @@ async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven(sl
 
 
 async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None, transport: Any, until: Any) -> None:
-    """Neither by `start`, nor from what was pending: a receive that is posted while something is opened or closed."""
+    """A receive that is posted while a communicator is opened or closed is polled, although no `start` adds it."""
     handle: Handle[int] = Handle(transport.progress, "recv")
     await until(lambda: alarm.asleep and transport.progress.pace.name != "POLLING")
     with transport_lock:

@@ -103,7 +103,7 @@ async def test_h5_a_failing_handle_ends_its_task_group(bench: Any) -> None:
     async def value(operation: Any) -> Any:
         return await operation.handle
 
-    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  - a group is what is tested
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  - the test needs the group
         async with asyncio.TaskGroup() as group:
             for operation in operations:
                 group.create_task(value(operation))
@@ -254,7 +254,7 @@ async def test_h5_leaving_our_as_completed_early_forgets_its_waiters(bench: Any)
 
 
 async def test_h5_from_a_loop_callback(bench: Any) -> None:
-    """No task is needed to issue, or to be called when it is over."""
+    """Neither the call nor the callback at the end needs a task."""
     operation = await bench.issue()
     called = asyncio.Event()
     asyncio.get_running_loop().call_soon(lambda: operation.handle.add_done_callback(lambda h: called.set()))

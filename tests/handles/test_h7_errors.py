@@ -158,7 +158,7 @@ async def test_h7_a_sync_covers_what_was_dropped_before(reports: list[dict[str, 
         held = stream.submit(int)
         await stream.sync()
         del held  # dropped after the sync that covered it
-        stream.sync()  # nobody need await it
+        stream.sync()  # no await is needed
     assert not reports
 
 

@@ -172,7 +172,7 @@ async def test_h8_an_outer_timeout_knows_what_an_inner_block_waited_for(bench: A
 
 async def test_h8_timeout_does_not_name_what_is_over(bench: Any) -> None:
     operation = await bench.issue()
-    with pytest.raises(OperationTimeout, match="pending: no operation"):  # noqa: PT012  - a block is what is tested
+    with pytest.raises(OperationTimeout, match="pending: no operation"):  # noqa: PT012  - the test needs the block
         async with aiodist.handles.timeout(0.5):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(operation.handle, 0.001)

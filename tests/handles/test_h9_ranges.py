@@ -39,7 +39,7 @@ def test_h9_claims_clash_where_they_overlap_and_one_is_written(steps: list[Range
 
 
 def test_h9_many_claims_in_any_order() -> None:
-    """So many that they fill several chunks, from the front, from the back, and from the middle."""
+    """Claims that fill several chunks, added from the front, from the back, and from the middle."""
     for order in (range(2000), range(1999, -1, -1), [i * 7919 % 2000 for i in range(2000)]):
         claims = _core.Claims()
         owners = {i: f"owner {i}" for i in range(2000)}

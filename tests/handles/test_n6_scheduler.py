@@ -237,7 +237,7 @@ def test_n6_a_scheduler_ends_with_its_loop() -> None:
 
 @dataclass
 class Mine:
-    """What the model knows of one lane."""
+    """The model's state of one lane."""
 
     lane: Lane
     waiting: list[int] = field(default_factory=list)

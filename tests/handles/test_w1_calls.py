@@ -100,7 +100,7 @@ def test_w1_a_call_that_is_dropped_is_reported_with_its_line(collected: bool) ->
         else:
             line = dropped()
     about = [each for each in seen if "double" in str(each.message)]  # another test's garbage may warn too
-    *others, warning = about  # the collector may end the native coroutine first, of which Python warns
+    *others, warning = about  # Python warns if the collector ends the native coroutine first
     assert len(others) <= collected
     assert warning.category is RuntimeWarning
     assert (warning.filename, warning.lineno) == (__file__, line)

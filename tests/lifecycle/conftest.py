@@ -82,7 +82,7 @@ class Ended:
         return found.removeprefix(f"{name}: ")
 
     def codes(self) -> list[int]:
-        """Return the exit codes by rank; 1 also for a rank that was killed since it was slow to exit after a failure."""
+        """Return the exit codes by rank; 1 also for a rank that was killed for its slow exit after a failure."""
         codes = [self.exits[rank][0] for rank in sorted(self.exits)]
         return [1 if code == -signal.SIGTERM else code for code in codes]
 

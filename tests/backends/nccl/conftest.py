@@ -100,7 +100,7 @@ class World:
         group: NcclGroup | None = None,
         slot: LaunchSlot | None = None,
     ) -> asyncio.Future[Failure]:
-        """Have `call(native, done)` enqueue something on the rank's stream, behind what the default stream has."""
+        """Let `call(native, done)` enqueue work on the rank's stream, after the work of the default stream."""
         stream = self.streams[rank]
         stream.wait_stream(torch.cuda.default_stream(self.device(rank)))
 

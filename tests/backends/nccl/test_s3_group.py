@@ -1,4 +1,4 @@
-"""A communicator's life: opened at its first use, given up when it fails, released and made again (S3)."""
+"""A communicator's life: opened at its first use, aborted when it fails, released and made again (S3)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_s3_it_is_opened_once_by_the_first_call_and_calls_wait_for_it(worl
     ts = [[full(w, rank, 10.0 * k + rank) for rank in range(size)] for k in range(5)]
     await w.succeed([w.call(rank, summed(ts[k][rank])) for k in range(5) for rank in range(size)])
     assert w.nccl.calls.count("init") == size
-    assert sorted(w.posts["world"].uses) == ([] if size == 1 else list(range(size)))  # the id was told once
+    assert sorted(w.posts["world"].uses) == ([] if size == 1 else list(range(size)))  # the id was sent once
     for k in range(5):
         assert all(t.cpu().eq(sum(10.0 * k + rank for rank in range(size))).all() for t in ts[k])
     assert {comm.device_id for comm in w.nccl.communicators} == set(range(size))
@@ -153,7 +153,7 @@ async def test_s3_connecting_can_be_given_up_and_leaves_no_communicator(world: M
 async def test_s3_what_is_connected_just_when_it_is_given_up_is_let_go_of(world: Make, until: Until) -> None:
     w = world(1)
     group = w.group(0)
-    with transport_lock:  # nobody else polls
+    with transport_lock:  # no other thread polls
         group.open(lambda mine, then: None)
         deadline = time.monotonic() + 10
         while group.last is None and time.monotonic() < deadline:
@@ -166,7 +166,7 @@ async def test_s3_what_is_connected_just_when_it_is_given_up_is_let_go_of(world:
 
 
 class _Post:
-    """Gives rank 0 its own id back and waits for nobody."""
+    """Returns rank 0 its own id and waits for no other rank."""
 
     def __init__(self, size: int) -> None:
         self.uses: list[int] = []
@@ -188,7 +188,7 @@ async def test_s3_a_call_that_fails_ends_the_group(world: Make) -> None:
     assert (first.code, str(first)) == (3, "NCCL: allreduce: internal error (3)")
     assert str(second) == str(first)
     assert str(w.group(0).poll_error()) == str(first)
-    # The other rank has launched and waits on the device, until it is given up as well.
+    # The other rank has launched and waits on the device, until its communicator is aborted too.
     await w.done([w.call(1, summed(full(w, 1)))])
     assert not w.streams[1].query()
     with transport_lock:

@@ -107,7 +107,7 @@ def test_s3_nccl4py_itself_does_what_the_code_relies_on() -> None:
     bindings = pytest.importorskip("nccl.bindings.nccl")
     assert int(bindings.Comm(7).handle) == 7
     assert [int(code) for code in (module.UINT8, module.INT64, module.FLOAT32, module.BFLOAT16)] == [1, 4, 7, 9]
-    assert bindings.check_status(library.IN_PROGRESS) is None  # a call that goes on is no error
+    assert bindings.check_status(library.IN_PROGRESS) is None  # a call in progress is no error
     with pytest.raises(bindings.NCCLError) as raised:
         bindings.check_status(5)
     assert raised.value.status == 5

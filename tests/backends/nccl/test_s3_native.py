@@ -65,7 +65,7 @@ def start_all(operations: list[Primitive], native: NcclNative, done: Done) -> No
 
 
 def check(t: Tensor, expected: Tensor) -> None:
-    """Compare a tensor of a device with what is known in more digits."""
+    """Compare a tensor of a device with the result in higher precision."""
     host = t.cpu()
     if host.dtype.is_floating_point or host.dtype.is_complex:
         torch.testing.assert_close(host.to(expected.dtype), expected, rtol=1e-5, atol=1e-5)
@@ -140,7 +140,7 @@ async def test_s3_broadcast_and_allgather_move_every_kind(world: Make, size: int
 
 
 async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make) -> None:
-    """Each operation has a stream of its own; the thread that lets the queue go on has another one current."""
+    """Each operation has a stream of its own; the thread that continues the queue has another current stream."""
     size, count = 2, 12
     w = world(size, dawdle=5, seed=3)
     rng = random.Random(7)

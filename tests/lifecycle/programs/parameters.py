@@ -1,4 +1,4 @@
-"""A parameter server of which one rank is killed: `parameters.py NAME POLICY`, on three ranks."""
+"""A parameter server with one rank that is killed: `parameters.py NAME POLICY`, on three ranks."""
 
 from __future__ import annotations
 
