@@ -1,4 +1,4 @@
-"""What holds for all tests.
+"""Rules and fixtures of all tests.
 
 Every async test runs under asyncio's own loop and under uvloop. One that is slow, or about one of the two, says so:
 `@pytest.mark.asyncio(loop_factories=["asyncio"])`.
@@ -58,9 +58,9 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have what tests start hear signals that this run ignores, under nohup or in the background of a shell.
+    """Let processes of tests get signals that this run ignores, under nohup or in the background of a shell.
 
-    In a quick run these processes import torch in less time; in a thorough one they start as those of users do.
+    In a quick run these processes import torch in less time; in a thorough one they start as users' processes do.
     """
     settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
     if "not thorough" in config.option.markexpr:
@@ -75,10 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _take_away_what_is_left() -> None:
-    """Have temporary files in one folder that goes with this run: launchers and MPIs that are killed leave theirs."""
+    """Put temporary files into one folder that is removed after this run: killed launchers and MPIs leave files."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps its own of some runs
     folder = tempfile.mkdtemp(prefix="tests-")
-    # After multiprocessing's own folder, which lies in it; and not in forked children.
+    # After multiprocessing's own folder, which is in it; and not in forked children.
     Finalize(None, shutil.rmtree, (folder, True), exitpriority=-101)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
@@ -121,7 +121,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Keep a large library that a test was the first to import out of the collections too.
 
-    A thread may hold what a test left for a moment more; frozen, it would never go. Then a later test freezes.
+    A thread may hold objects of a test for a moment more; frozen objects are never freed. Then a later test freezes.
     """
     result = yield
     if len(sys.modules) > item.session.stash[_MODULES] + 200:
@@ -189,7 +189,7 @@ def _shown(test: pytest.Function) -> list[object]:
 
 @pytest.fixture(autouse=True)
 def _nothing_reported() -> Iterator[None]:
-    """Fail the test where something went wrong that nobody awaits, and that it does not listen for.
+    """Fail the test if an error was reported that no task awaits and the test does not collect.
 
     pytest itself fails a test during which a thread ended with an exception: warnings are errors.
     """
@@ -251,14 +251,14 @@ def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
 
 @pytest.fixture
 async def reports() -> list[dict[str, object]]:
-    """What the loop's exception handler was told."""
+    """The reports to the loop's exception handler."""
     caught: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: caught.append(context))
     return caught
 
 
 class NcclOnDevices(NamedTuple):
-    """What stands in for NCCL, and the devices that it is on."""
+    """The stand-in for NCCL, and its devices."""
 
     library: FakeNccl
     device: SimulatedCuda

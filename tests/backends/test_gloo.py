@@ -523,7 +523,7 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
 
 
 async def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
-    """Its thread may still receive the first part."""
+    """The thread of the join may still receive the first part."""
     async with worlds(2) as (zero, one):
         await over(send(zero, torch.ones(1), 1), receive(one, torch.zeros(1)))
         assert zero.wire is not None

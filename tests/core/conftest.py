@@ -1,4 +1,4 @@
-"""What the programs in C share: objects that are compiled once, the kernels above all, which take longest."""
+"""Object files that the programs in C share, compiled once; the kernels take longest."""
 
 from __future__ import annotations
 

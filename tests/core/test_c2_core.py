@@ -1,8 +1,8 @@
-"""The collectives of a host in C, run by threads that stand for ranks: right, and under the sanitizers.
+"""The collectives of a host in C, with threads as ranks: correct, and without errors under the sanitizers.
 
-`core/tests/test_core.c` draws operations of every kind, size and dtype, on tensors that others reach and on those that
-they do not, up to 40 in flight, some of which the ranks disagree on; and has a rank leave in the middle.
-`core/tests/test_rings.c` sends records both ways, and overwrites what a ring holds. `core/tests/test_files.c` writes.
+`core/tests/test_core.c` draws operations of every kind, size and dtype, on tensors that other ranks can map and on
+private ones, up to 40 in flight, including mismatches; one rank leaves in the middle. `core/tests/test_rings.c` sends
+records both ways, and overwrites the content of a ring. `core/tests/test_files.c` writes files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every order in which the threads of two ranks can take their steps: `core/tests/test_engine_model.c` schedules them.
 
-The engine, the lanes and the doorbells are as they are; their atomics, mutexes and futexes are the places where another
-thread may go on. That the checker sees mistakes is tested with mistakes: a line is changed, and a run must fail.
+The code of the engine, the lanes and the doorbells is unchanged; another thread may continue at each of their atomics,
+mutexes and futexes. Tests of the checker change one line of the code, and the run must fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other ranks may do to one: `core/tests/test_faults.c` has them write nonsense, stop and die, at every place."""
+"""Faults of other ranks: in `core/tests/test_faults.c` they write nonsense, stop and die, at every place."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_c2_faults_each_bound_is_needed(file: str, line: str, wrong: str, built:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_c2_faults_a_rank_stops_or_dies_at_every_place(ranks: int, built: Build) -> None:
-    """The others go on with one that goes on; of one that dies they are told, and then every operation ends."""
+    """The others continue with a rank that continues; they learn of a dead rank, and then every operation ends."""
     done = run(built("-O2"), "stops", ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [int(line.split()[0]) for line in done.stdout.splitlines()]

@@ -1,7 +1,7 @@
 """Every order in which two and three ranks can take their steps through a lane: `core/tests/test_model.c` drives the C.
 
-Builds with few entries and places and with portions of some bytes reach the ends of each within few steps. That the
-checker sees mistakes is tested with mistakes: a line of the protocol is changed, and the run must fail.
+Builds with few entries and places and with portions of some bytes reach the ends of each within few steps. Tests of
+the checker change one line of the protocol, and the run must fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loop of docs/recovery.md, with what its table changes for other optimizers, an engine, data, and no net."""
+"""The loop of docs/recovery.md, with the changes of its table for other optimizers, an engine, data, and no net."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def train_shards(steps: int, folder: str) -> int:
 
 
 class Halves:
-    """The k-th batch of all ranks, of which each has a part."""
+    """The k-th batch of all ranks; each rank has a part."""
 
     def __init__(self, coll: aiodist.Communicator) -> None:
         self.part = slice(coll.rank, None, coll.size)
@@ -155,7 +155,7 @@ async def train_on_each_once() -> int:
                 batches = aiter(queue)
                 while count:
                     batch: list[int] = await anext(batches, [])  # none are left for this rank, while others have some
-                    count = await queue.agree(net.steps_done)  # records of all ranks in this step; 0: the epoch is over
+                    count = await queue.agree(net.steps_done)  # records of all ranks in this step; 0 at the end
                     if count:
                         await net.step(share, opt, batch)
             except aiodist.PeerError:

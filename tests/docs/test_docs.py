@@ -1,4 +1,4 @@
-"""What README.md and docs/ show: Python runs, commands exist, links lead somewhere."""
+"""The examples of README.md and docs/: Python runs, commands exist, links have targets."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def check_benchmark(words: list[str]) -> str | None:
 
 
 def parsed(command: Any, words: list[str]) -> tuple[list[str], str | None]:
-    """Return the words that are no options, and what is wrong; a usage such as `[--servers S]` is read as well."""
+    """Return the words that are no options, and the mistake if any; a usage such as `[--servers S]` is read as well."""
     options = {name: one for one in command.params for name in (*one.opts, *one.secondary_opts) if name[0] == "-"}
     left = [word.strip("[]") for word in words if word != "/"]
     named = []

@@ -1,4 +1,4 @@
-"""The drawings in docs/ are those of the code: `make drawings` writes them anew."""
+"""The drawings in docs/ agree with the code; `make drawings` rewrites them."""
 
 from __future__ import annotations
 

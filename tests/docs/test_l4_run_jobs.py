@@ -64,7 +64,7 @@ def job(nursery: str, folder: Path, name: str, text: str) -> subprocess.Complete
 
 
 def test_l4_the_tables_have_every_variable() -> None:
-    """What aiodist reads or sets; tests of this repository have one more."""
+    """The variables that aiodist reads or sets; tests of this repository have one more."""
     read = {
         name
         for file in (ROOT / "aiodist").rglob("*.py")

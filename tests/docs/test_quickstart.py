@@ -67,7 +67,7 @@ def test_t4_readme_shows_gloo_and_a_rank_that_is_late(nursery: str, tmp_path: Pa
 
 
 def _shown(block: re.Match[str]) -> str:
-    """Return what a block shows below its command, as one line, up to what is left out."""
+    """Return the output that a block shows below its command, as one line, up to an omission."""
     return " ".join(block["text"].partition("\n")[2].partition("…")[0].split())
 
 

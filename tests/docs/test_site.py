@@ -193,7 +193,7 @@ SECTIONS = {
     "resume": "data.html#resume-training-also-on-another-number-of-ranks",
     "logging": "train.html#logging-on-one-rank-tensorboard-wb",
 }
-"""What a reader types, and the section that is to come first."""
+"""Queries of readers, with the section that must come first."""
 
 
 @pytest.mark.thorough

@@ -98,7 +98,7 @@ first = second = lambda: net(torch.tensor([1, 2])).sum()
     **dict.fromkeys(("ShardedOptimizer", "ShardedOptimizer.create"), NET),
     "HostStream": "step, batch = torch.sum, torch.ones(3)",
 }
-"""What stands before each sample."""
+"""The code before each sample."""
 WITHOUT = {"CudaStream"}
 """Samples that need a GPU."""
 ALONE = ("init", "open", "run", "start")

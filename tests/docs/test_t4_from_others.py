@@ -31,7 +31,7 @@ CHANGED = {
     ),
     "mpi4py": ("from mpi4py import MPI", "import aiodist.compat.mpi as MPI"),
 }
-"""What makes the program there run on aiodist unchanged."""
+"""The change that makes the other program run on aiodist."""
 
 
 class Pair(NamedTuple):
@@ -46,7 +46,7 @@ def pairs() -> list[Pair]:
     for section in PAGE.read_text(encoding="utf-8").replace("\n### ", "\n## ").split("\n## ")[1:]:
         name = section.partition("\n")[0]
         blocks = FENCE.findall(section)
-        if [kind[:2] for kind, _ in blocks] == ["py", "py", "te"]:  # the last is what both print
+        if [kind[:2] for kind, _ in blocks] == ["py", "py", "te"]:  # the last is the output of both
             there, here, printed = (text for _, text in blocks)
             found.append(Pair(name, there, here, printed.splitlines()))
     return found

@@ -54,6 +54,6 @@ def test_t4_programs_print_what_the_page_says(nursery: str, program: Program, tm
 
 
 def comparable(text: str, folder: Path) -> str:
-    """Return text without the folder, line ends and what depends on the moment: seconds, the loss of a task's test."""
+    """Return the text without the folder, line ends and changing values: seconds, the loss of a task's test."""
     joined = " ".join(text.replace(f"{folder}/", "").split())
     return re.sub(r"\bloss 0\.[678]", "loss", re.sub(r"\d+\.\d\d s\b", "some s", joined))

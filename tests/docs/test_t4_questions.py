@@ -1,4 +1,4 @@
-"""docs/debug.md: each text that it quotes is what aiodist says, each exception has a section, and errors name it."""
+"""docs/debug.md: each quoted text is an output of aiodist, each exception has a section, and errors name it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ AFTER = {
     "ConfigError": "os.environ['AIODIST_SHM'] = 'maybe'; await aiodist.open()",
 }
 LIMIT = {"aiodist: 40 ranks": 'ulimit -n 60; exec "$@"'}
-"""What a shell does before it starts 40 ranks."""
+"""Commands of a shell before it starts 40 ranks."""
 TWO = {
     "CommunicatorError": "await (await coll.group([0])).allreduce(t)",
     "MismatchAborted": "for _ in range(4):\n"
@@ -142,7 +142,7 @@ def test_t4_the_launcher_says_what_the_page_quotes() -> None:
     assert is_said(text, ended.stderr), ended.stderr
 
 
-# --- the sections, and what names them ---------------------------------------------------------------------------
+# --- the sections, and the references to them --------------------------------------------------------------------
 
 
 def sections() -> dict[str, str]:

@@ -25,7 +25,7 @@ PROGRAMS = ("main", "by_hand", "pipelined", "locally", "shards", "by_engine", "o
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the blocks before those about tests define."""
+    """The names that the blocks before the tests define."""
     found: dict[str, Any] = {"__name__": "recovery"}
     for _, block in blocks(FILE.read_text().partition("## Test recovery")[0], "python"):
         exec(block, found)

@@ -70,7 +70,7 @@ LIMITED = {
     "errors.py": [ROOT / "aiodist" / "errors.py"],
 }
 LIMIT = 1.5
-"""Unusual phrases in 100 sentences of what users read first."""
+"""Unusual phrases in 100 sentences of the pages that users read first."""
 
 
 def files() -> list[Path]:

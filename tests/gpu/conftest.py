@@ -1,4 +1,4 @@
-"""What needs a CUDA device is collected everywhere, and skipped with the reason where there is none (make test-gpu)."""
+"""Tests of CUDA devices are collected everywhere, and skipped with the reason if there is none (make test-gpu)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A9 on a CUDA device: what lies on it, or is pinned for it, stays where it is."""
+"""A9 on a CUDA device: a tensor on the device, or in memory pinned for it, stays where it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""N15 on a CUDA device: prefetched items are there, right at once on any stream, and copied beside the computation."""
+"""N15 on a CUDA device: prefetched items are ready on any stream, and copied during the computation."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_n15_a_loader_with_processes_and_pinned_memory() -> None:
 
 
 async def test_n15_copies_overlap_with_the_computation() -> None:
-    """A copy of 64 MiB beside a computation of about as long: hardly longer than the longer of the two."""
+    """A copy of 64 MiB during a computation of about the same time takes hardly longer than the longer of the two."""
     numel, count = 16 << 20, 20
     source = [torch.randn(numel).pin_memory() for _ in range(2)] * (count // 2)
     x = torch.randn(4096, 4096, device="cuda")

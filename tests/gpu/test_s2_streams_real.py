@@ -65,7 +65,7 @@ async def test_s2_a_handle_is_not_done_before_the_device(spin: Spin) -> None:
             await asyncio.sleep(0)
             ticks += 1
     assert stream.stream.query()
-    assert ticks > 10  # the loop went on
+    assert ticks > 10  # the loop continued
     assert handle.result() is None
 
 
@@ -142,7 +142,7 @@ async def test_s2_any_layout_is_copied() -> None:
 
 
 async def test_s2_memory_of_a_dropped_handle_is_not_used_before_its_end(spin: Spin) -> None:
-    """Nobody holds tensor or handle; what is allocated on another stream meanwhile lies elsewhere."""
+    """Tensor and handle are dropped; allocations on another stream meanwhile get other memory."""
     stream = CudaStream.of("compute")
     total = torch.zeros((), dtype=torch.float64, device="cuda")
 
@@ -168,7 +168,7 @@ async def test_s2_memory_of_a_dropped_handle_is_not_used_before_its_end(spin: Sp
 
 
 async def test_s2_a_collection_of_garbage_frees_nothing_in_flight(spin: Spin) -> None:
-    """As above, after the loop has parked, when nobody holds even what it polls for."""
+    """As above, after the loop has parked, with the polled objects dropped too."""
     total = torch.zeros((), dtype=torch.float64, device="cuda")
     total += torch.zeros(NUMEL, device="cuda").sum(dtype=torch.float64)  # what is loaded at first use is loaded
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """NCCL itself on a real device: one rank, and two where there are two devices (S3).
 
-`python -m pytest -m gpu tests/gpu/test_s3_nccl_real.py`; each test says why it is skipped. Everything is compared
-with what the CPU computes in float64, inputs are random and outputs poisoned.
+`python -m pytest -m gpu tests/gpu/test_s3_nccl_real.py`; each test gives the reason of its skip. Results are compared
+with the CPU's in float64, inputs are random and outputs poisoned.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def enqueued(*futures: asyncio.Future[Failure]) -> list[Failure]:
 
 
 async def succeed(ranks: list[Rank], steps: list[Step]) -> None:
-    """Have rank r do `steps[r]` and wait for the devices."""
+    """Run `steps[r]` on rank r and wait for the devices."""
     errors = await enqueued(*[rank.call(step) for rank, step in zip(ranks, steps, strict=True)])
     assert errors == [None] * len(ranks), errors
     for rank in ranks:
@@ -203,7 +203,7 @@ async def test_s3_nccl_moves(ranks: list[Rank], kind: torch.dtype) -> None:
 
 
 async def test_s3_nccl_keeps_the_order_of_the_stream(ranks: list[Rank]) -> None:
-    """What the stream has queued before is read, what it queues behind reads the result."""
+    """The collective reads the results of earlier work of the stream, and later work reads its result."""
     ts = [torch.empty(1 << 20, device=rank.device) for rank in ranks]
     outs = [torch.empty_like(t) for t in ts]
 
@@ -228,7 +228,7 @@ async def test_s3_nccl_is_released_and_made_again(ranks: list[Rank]) -> None:
         await succeed(ranks, [step("allreduce", t, ReduceOp.SUM) for t in ts])
         assert all(bool(t.eq(len(ranks)).all()) for t in ts)
         old = [rank.group() for rank in ranks]
-        async with asyncio.timeout(5):  # it would be given up then
+        async with asyncio.timeout(5):  # a release that hangs would be aborted then
             released = [rank.groups.release(group, drained=True) for rank, group in zip(ranks, old, strict=True)]
             await asyncio.gather(*released)
         assert all(rank.group() is not group for rank, group in zip(ranks, old, strict=True))

@@ -1,7 +1,7 @@
-"""CUDA IPC on a real device: ranks in processes of their own, all on the GPUs there are, most of them sharing one (S4).
+"""CUDA IPC on a real device: ranks in processes of their own, on all GPUs, most of them sharing one (S4).
 
-`python -m pytest -m gpu tests/gpu/test_s4_cuda_ipc_real.py`. Rank r works on GPU r modulo their number. Everything is
-compared with what the CPU computes in float64, inputs are random and made anew, outputs are poisoned before.
+`python -m pytest -m gpu tests/gpu/test_s4_cuda_ipc_real.py`. Rank r works on GPU r modulo their number. Results are
+compared with the CPU's in float64, inputs are random in each round, outputs are poisoned before.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def test_s4_the_other_operations(coll: Communicator) -> None:
 
 @ranks
 async def test_s4_memory_that_is_freed_and_made_again(coll: Communicator) -> None:
-    """Addresses and allocations come again, in other sizes: nobody sees what was there before."""
+    """Addresses and allocations come again, in other sizes: no rank sees the former content."""
     device = device_of(coll)
     for i in range(60):
         numel = (1000, 300_000, 5_000_000, 77)[i % 4] + i
@@ -168,7 +168,7 @@ async def test_s4_many_in_flight_on_different_tensors(coll: Communicator) -> Non
 
 @ranks
 async def test_s4_inputs_that_are_still_being_computed(coll: Communicator) -> None:
-    """What the current stream has queued comes first, however much that is; the result may be read at once."""
+    """The queued work of the current stream comes first, however long; the result may be read immediately."""
     device = device_of(coll)
     side = torch.cuda.Stream(device=device)
     with torch.cuda.stream(side):

@@ -78,7 +78,7 @@ async def test_s6_behind_a_copy_from_pinned_memory(numel: int, spin: Spin) -> No
     for i in range(10):
         host = torch.full((numel,), float(i), pin_memory=True)
         t = torch.full((numel,), float("nan"), device="cuda")
-        spin(1e-3)  # the copy begins behind it
+        spin(1e-3)  # the copy begins after it
         handle = CudaStream.of("to-device").copy(t, host)
         handle.wait_stream(second)
         with torch.cuda.stream(second):

@@ -1,7 +1,7 @@
-"""Programs of torch.distributed whose tensors lie on a CUDA device, over "aiodist" (T5).
+"""Programs of torch.distributed whose tensors are on a CUDA device, over "aiodist" (T5).
 
-`python -m pytest -m gpu tests/gpu/test_t5_torch_distributed_real.py`. Two ranks share the first device; what they come
-to is compared with what gloo comes to on the CPU.
+`python -m pytest -m gpu tests/gpu/test_t5_torch_distributed_real.py`. Two ranks share the first device; their results
+are compared with gloo's on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUGH = ("bfloat16", "mixed", "powersgd", "hook")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank comes to, way by way: "cpu" by gloo, "cuda" by aiodist."""
+    """The results of each rank: "cpu" by gloo, "cuda" by aiodist."""
     results = {}
     for backend, device in (("gloo", "cpu"), ("aiodist", "cuda")):
         folder = tmp_path_factory.mktemp(device)

@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces with their own name, shared memory and network between them.
 
-Each host is what one process lives in (`unshare`): nothing of it has a name on the machine, and all of it is gone
-when that process and what was started there have ended, also when the test failed. The remote shell is a script
-that enters a host with an almost empty environment, as ssh does.
+Each host is the set of namespaces of one process (`unshare`). No part of it has a name on the machine, and all of it
+is gone when that process and its children have ended, also after a failed test. The remote shell is a script that
+enters a host with an almost empty environment, as ssh does.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Host:
 
     @property
     def entering(self) -> list[str]:
-        """What to put before a command to run it here."""
+        """The words before a command that run it on this host."""
         return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", "--ipc"]
 
     def do(self, command: str) -> None:
@@ -159,13 +159,13 @@ class TwoHosts:
         return sum(int(host.read(f"/sys/class/net/{device}/statistics/tx_bytes")) for host in (self.alpha, self.beta))
 
     def left_after(self, seconds: float) -> list[int]:
-        """Return what still runs on the hosts after at most so many seconds."""
+        """Return the processes that still run on the hosts after at most `seconds`."""
         blocked_until(lambda: not self.alpha.processes() + self.beta.processes(), seconds)
         return self.alpha.processes() + self.beta.processes()
 
 
 def finish(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; kill it and its session when time is over."""
+    """Run a command to its end; kill it and its session at the time limit."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

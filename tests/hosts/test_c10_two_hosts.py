@@ -1,4 +1,4 @@
-"""C10 between real hosts: the first rank of each compares for those behind it."""
+"""C10 between real hosts: the first rank of each compares for its host."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(90)]
 
-# Everything in one job, since starting one takes seconds; each check says what it saw.
+# Everything in one job, since starting one takes seconds; each check prints its observations.
 EVERYTHING = """
     import asyncio, json, os, socket, sys
     import torch

@@ -32,7 +32,7 @@ await again.aclose()
 
 
 def environ(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """Return the variables of one of `size` processes that nobody starts together."""
+    """Return the variables of one of `size` processes that are started apart."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     base = {"PYTHONPATH": path, "IPYTHONDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     if size == 1:
@@ -137,7 +137,7 @@ def test_t5_start_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
 @RANKS
 @pytest.mark.timeout(180)
 def test_t5_start_in_the_debugger(tmp_path: Path, size: int) -> None:
-    """pdb stops inside the block: what is typed there communicates, and the program goes on."""
+    """pdb stops inside the block: commands typed there communicate, and the program continues."""
     program = tmp_path / "debugged.py"
     program.write_text(DEBUGGED)
     for done in prompts(tmp_path, size, "p t.tolist()\np coll.allreduce(2.0).wait()\nn\nc\n", str(program)):

@@ -66,7 +66,7 @@ async def main() -> None:
 async def in_flight(
     coll: aiodist.Communicator, first: aiodist.Communicator, second: aiodist.Communicator
 ) -> AsyncIterator[None]:
-    """Have a reduction in flight on each rank: it issues one now that the other issues after the block."""
+    """Keep a reduction in flight on each rank: this rank issues it now, and the other one after the block."""
     early, late = (first, second) if coll.rank == 0 else (second, first)
     reductions = [torch.ones(1 << 21), torch.ones(1 << 21)]
     pending = early.allreduce(reductions[0])

@@ -46,7 +46,7 @@ async def main() -> None:
         t = torch.ones(1 << 21)
         pending = coll.allreduce(t)
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with other threads, from Python 3.12 on
         child = os.fork()
         if child == 0:
             still_in(loop, task)

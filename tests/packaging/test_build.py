@@ -132,7 +132,7 @@ def test_a_wheel_for_every_linux_is_small_and_needs_nothing_else(
 
 
 def _run(*command: str) -> str:
-    environ = os.environ | {"PYTHONPATH": ""}  # the checkout must not answer for what is installed
+    environ = os.environ | {"PYTHONPATH": ""}  # the checkout must not replace the installed package
     done = subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

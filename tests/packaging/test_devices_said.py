@@ -1,6 +1,6 @@
-"""Every tensor that aiodist makes says on which device: else it lies on the one that the user's code has chosen.
+"""Every call of aiodist that makes a tensor names the device; without it, the tensor is on the user's default device.
 
-`torch.set_default_device("cuda")` is usual, and memory that the core takes for the host's would end the process.
+`torch.set_default_device("cuda")` is usual, and the core would end the process if it took such memory for the host's.
 """
 
 from __future__ import annotations

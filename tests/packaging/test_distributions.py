@@ -49,7 +49,7 @@ print(aiodist.__file__, aiodist.handles.__file__, aiodist.streams.__file__, aiod
 
 @dataclass(frozen=True)
 class Builds:
-    """What was built, unpacked, and the tree without links that two of them came from."""
+    """The unpacked builds, and the tree without links that two of them came from."""
 
     plain_tree: Path
     sdist: Path

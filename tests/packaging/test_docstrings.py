@@ -1,4 +1,4 @@
-"""Docstrings of the calls that return a handle say what a call costs, and of which shape its tensors are."""
+"""Docstrings of the calls that return a handle give the cost of a call, and the shapes of its tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What ends something is called by one of four words, and the name of a class occurs once in a package.
+"""Methods that end an object have one of four names, and class names are unique within a package.
 
-`close` (collective, orderly), `abort` (given up, all are told), `cancel` (withdrawn, never happened), `release` (of
-memory, a hook, a place in a line: it may be used anew). Verbs that torch, asyncio or Python have for theirs stay:
-`remove` a hook, `discard` from a set.
+`close` (collective, orderly), `abort` (pending operations fail on all ranks), `cancel` (withdrawn before its start),
+`release` (memory, a hook, a place in a queue: free for reuse). Verbs of torch, asyncio and Python stay: `remove` a
+hook, `discard` from a set.
 """
 
 from __future__ import annotations

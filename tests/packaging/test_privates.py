@@ -1,7 +1,7 @@
-"""No package of ours uses what another one keeps to itself, and no test what any does.
+"""No package uses private names of another one, and no test uses private names of any.
 
-A name with an underscore belongs to the package that defines it: `aiodist.world`, `aiodist.handles`, and so on. What
-another package needs has a public name. The names of torch's and Python's classes are not ours, and are not looked at.
+A name with an underscore belongs to the package that defines it: `aiodist.world`, `aiodist.handles`, and so on. A name
+that another package needs is public. Private names of torch's and Python's classes are not checked.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def modules(root: Path) -> list[Module]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_tree_is_left() -> Iterator[None]:
-    """They are so many objects that each later look for garbage would take half a second more."""
+    """Drop the syntax trees, whose objects would slow each later garbage collection by half a second."""
     yield
     modules.cache_clear()
 
@@ -193,7 +193,7 @@ def test_every_exception_is_needed() -> None:
 
 
 def with_a_user(tmp_path: Path, code: str) -> list[Module]:
-    """Return two packages, `handles` and `nn`, of which the second does `code`."""
+    """Return two packages, `handles` and `nn`; the second has `code`."""
     owner = """
 class Handle:
     __slots__ = ("_slot",)

@@ -1,8 +1,8 @@
-"""What programs and scripts of others may call is written down in public.txt, so that a change of it is seen.
+"""The names that programs and scripts of users may call are listed in public.txt, so that a change shows.
 
-These are the public names, the classes of what a communicator's calls return, and the options of the command line.
+The list has the public names, the classes that a communicator's calls return, and the options of the command line.
 
-`python tests/packaging/test_public.py` writes that file anew.
+`python tests/packaging/test_public.py` rewrites that file.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _arguments(value: object) -> str:
     try:
         if not callable(value) or typing.get_origin(value):  # as Callable[…] has
             return ""
-        # Annotations are text, as they were written; where an object lies in memory is left out.
+        # Annotations are text, as in the source; addresses of objects are removed.
         told = re.sub(" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
         return re.sub(r"ForwardRef\((['\"])(.*?)\1\)", r"\2", told)
     except (TypeError, ValueError):  # it has none that Python can tell

@@ -1,7 +1,7 @@
-"""Tests reach into the product by what users have, by `aiodist.testing` with its ten seams, and by modules of rules.
+"""Tests use the public interface, `aiodist.testing` with its ten seams, and modules of rules.
 
-A module of rules has values go in and values come out: it has no thread, loop, socket or process. The tests of its own
-package may import it. So the code below the public calls can be cut in another way, and its tests stay.
+A module of rules maps values to values: it has no thread, loop, socket or process. The tests of its own package may
+import it. So the code below the public calls can change, and the tests stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEAMS = sorted(f"aiodist.testing.seams.{path.stem}" for path in (ROOT / "aiodist/testing/seams").glob("[a-z]*.py"))
 PUBLIC = {*MODULES, *SEAMS, *(f"aiodist.{name}" for name in ("c10d", "communicator", "compat.mpi", "errors", "types"))}
 MACHINERY = {"asyncio", "concurrent", "mmap", "multiprocessing", "queue", "select", "socket", "subprocess", "threading"}
-"""What no module of rules imports."""
+"""Modules that no module of rules imports."""
 RULES = {
     "_core": "",
     "backends": "arithmetic matching shm.peers",

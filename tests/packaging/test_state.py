@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("aiodist", "handles", "streams", "nn")
-TOOLS = ("bench", "testing", "cli.py")  # commands, and what tests run in
+TOOLS = ("bench", "testing", "cli.py")  # commands, and the tools of tests
 NEVER_CHANGED = {
     "TypeVar",
     "TypeVarTuple",
