@@ -1,4 +1,4 @@
-"""The host of real processes: ranks with different kernels are on different hosts, whatever the host names."""
+"""The host of real processes: ranks with different kernels are on different hosts, also with equal host names."""
 
 from __future__ import annotations
 
