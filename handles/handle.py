@@ -27,7 +27,7 @@ from aiodist.handles.state import (
     shown_to_asyncio,
 )
 from aiodist.handles.tracing import tracing
-from aiodist.handles.waiting import Waiting
+from aiodist.threads import Waiting
 from aiodist.types import check_timeout
 
 T = TypeVar("T")

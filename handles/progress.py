@@ -23,6 +23,7 @@ from aiodist.handles.polling import LoopWork, Pace, Poller, alarm, transport_loc
 from aiodist.handles.progress_thread import progress_thread
 from aiodist.handles.timers import Quiet, Timers
 from aiodist.handles.tracing import tracing
+from aiodist.threads import end_workers
 
 __all__ = ["LARGE_BYTES", "Driven", "Poller", "Progress", "transport_lock"]
 
@@ -350,3 +351,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(progress_thread.end)
+atexit.register(end_workers)  # called before `end`: their jobs may wait for operations

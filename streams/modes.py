@@ -205,9 +205,9 @@ class ModeSwitch:
 
     __slots__ = ("_ended", "_opened", "mine", "outside")
 
-    def __init__(self, mine: Modes) -> None:
+    def __init__(self, mine: Modes, outside: Modes | None = None) -> None:
         self.mine = mine
-        self.outside = mine
+        self.outside = outside or mine
         self._opened: list[Any] = []  # guards to end when the activity is over
         self._ended: Any = None  # the guard to end when it goes on
 

@@ -22,7 +22,7 @@ from aiodist.control import connect, name_ranks
 from aiodist.control.places import TcpPlace, is_loopback, outward_host, parse
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, CommunicatorAborted, OperationTimeout
-from aiodist.handles.waiting import result_of
+from aiodist.threads import result_of
 from aiodist.world.background import LoopThread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened

@@ -20,7 +20,7 @@ from torch.futures import Future
 from aiodist.backends.base import PeerGone
 from aiodist.errors import AiodistError, OperationTimeout, PeerLost
 from aiodist.handles import Handle, Posted, PostedOperation, internals
-from aiodist.handles.waiting import JobQueue
+from aiodist.threads import JobQueue
 
 _EXIT_SECONDS = 30.0
 """The longest wait for the callbacks of futures at exit."""

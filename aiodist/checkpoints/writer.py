@@ -19,8 +19,8 @@ from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorAborted, DeadlockError, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Operation, Origin, Progress, internals
-from aiodist.handles.waiting import JobQueue
 from aiodist.streams import HostStream
+from aiodist.threads import JobQueue
 from aiodist.world.tracebacks import cause_in, folded
 
 T = TypeVar("T")

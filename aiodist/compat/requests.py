@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from aiodist.compat.data import DATATYPES, Datatype
 from aiodist.compat.errors import CLASSES, MPIError, Outcome
 from aiodist.handles import Handle
-from aiodist.handles.waiting import result_of
+from aiodist.threads import result_of
 from aiodist.types import ANY
 
 T = TypeVar("T")

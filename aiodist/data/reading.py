@@ -20,8 +20,8 @@ from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
 from aiodist.handles import Handle, Progress
 from aiodist.handles.tracing import span
-from aiodist.handles.waiting import JobQueue
 from aiodist.streams import HostStream, Modes
+from aiodist.threads import JobQueue
 
 T = TypeVar("T")
 

@@ -23,13 +23,13 @@ from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
-from aiodist.handles.waiting import JobQueue
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Policy
 from aiodist.ps.wire import Way
 from aiodist.streams import Staging
+from aiodist.threads import JobQueue
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from aiodist.handles.operation import Operation
 from aiodist.handles.polling import Pace, transport_lock
 from aiodist.handles.progress import Progress
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
-from aiodist.handles.waiting import is_waiting, library_checks
+from aiodist.threads import is_waiting, library_checks
 from aiodist.watch.stillness import thread_at_work
 
 if TYPE_CHECKING:

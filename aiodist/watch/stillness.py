@@ -1,7 +1,7 @@
 """Checks if a rank is stalled: only the end of an operation can then make its process run the program's code.
 
 The check covers the loop, devices and streams, the control channel, the process's signal handlers and all threads. A
-thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`). Every other thread of the program
+thread counts as waiting if it has entered one of aiodist's waits (`threads.py`). Every other thread of the program
 may wake this rank. [Note: standing still] in docs/design/watch.md has the argument.
 """
 
@@ -23,8 +23,7 @@ from weakref import WeakValueDictionary
 from aiodist.control import Channel
 from aiodist.handles import Progress
 from aiodist.handles.timers import is_quiet
-from aiodist.handles.waiting import is_waiting
-from aiodist.threads import OwnThread
+from aiodist.threads import OwnThread, is_waiting
 
 _DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
 """Modules with classes of threads that only draw progress bars or write files."""

@@ -18,7 +18,7 @@ from aiodist.communicator import Communicator, Hierarchy, parts_of
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.handles.origin import whence
-from aiodist.handles.waiting import result_of
+from aiodist.threads import result_of
 from aiodist.types import renamed
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import stopping_by_signals

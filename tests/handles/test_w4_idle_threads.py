@@ -8,7 +8,7 @@ from queue import Empty
 
 import pytest
 
-from aiodist.handles.waiting import JobQueue, is_waiting
+from aiodist.threads import JobQueue, is_waiting
 
 
 def test_w4_a_thread_that_has_taken_a_job_is_not_idle() -> None:

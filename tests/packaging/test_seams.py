@@ -45,6 +45,7 @@ TESTED_IN = {
     "control": {"control", "launch"},
     "doctor": {"launch"},
     "schedules": {"bench", "collectives", "communicator", "lifecycle", "schedules"},
+    "threads": {"handles", "streams"},
     "topology": {"communicator", "control", "launch"},
     "world": {"lifecycle", "launch", "handles"},
 }
@@ -64,7 +65,7 @@ PARTS = {
     "the control channel, with sockets of the test": "control.link control.places",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
-    "handles.calls handles.waiting nn.buckets ps.pool world.isolation",
+    "handles.calls nn.buckets ps.pool threads world.isolation",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",
 }
 """Other modules that the tests of their own package import, by the reason."""
@@ -95,7 +96,7 @@ ACROSS = {
     "support/exchanges.py": "nn.compression",
     "support/simulated_cuda/patches.py": "backends.nccl",
     "watch/test_w11_inspect.py": "machine",
-    "watch/test_w4_deadlocks.py": "c10d.work communicator.facts compat.requests handles.waiting",
+    "watch/test_w4_deadlocks.py": "c10d.work communicator.facts compat.requests threads",
     "watch/test_w5_arrivals.py": "communicator.facts communicator.fingerprint communicator.oplog handles.origin",
     "watch/test_w7_trace.py": "handles.tracing",
 }

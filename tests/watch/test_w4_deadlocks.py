@@ -31,9 +31,9 @@ from aiodist.communicator import parts_of
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.compat.requests import block_on
 from aiodist.handles import LARGE_BYTES
-from aiodist.handles.waiting import Waiting
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
+from aiodist.threads import Waiting
 from aiodist.watch.graph import locked
 from tests.support.looks import MANY, Looks
 
