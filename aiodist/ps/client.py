@@ -13,8 +13,8 @@ from aiodist.backends.base import DTYPES, Done
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Operation
 from aiodist.handles.kernel import Transfer, transfers
-from aiodist.ps import wire
 from aiodist.ps.answers import Freed
+from aiodist.ps.coalescer import Handler
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
 from aiodist.ps.requests import Codes, RequestQueue
@@ -40,6 +40,12 @@ class Client:
         self._asked: dict[tuple[int, int], tuple[list[_Said], Done]] = {}
         """By server and number: where the answer goes, and who is told that it is there."""
         self._refusal: AiodistError | None = None
+        self.handlers: dict[int, Handler] = {
+            Kind.ANSWER: self._answer,
+            Kind.DONE: self.pushes.done,
+            Kind.DATA: self.pulls.data,
+        }
+        """Functions that handle the entries from servers, by kind."""
 
     @property
     def busy(self) -> bool:
@@ -115,20 +121,15 @@ class Client:
 
         entry.when_over(over)
 
-    def heard(self, src: int, kind: int, body: memoryview) -> None:
-        if kind == Kind.DONE:
-            self.pushes.done(src, *wire.unpack_done(body))
-        elif kind == Kind.DATA:
-            self.pulls.data(src, body)
-        else:
-            said = json.loads(bytes(body))
-            error = _error_of(said, src)
-            if (asked := self._asked.pop((src, said["n"]), None)) is not None:
-                answers, done = asked
-                answers.append(said)
-                done(error)
-            elif error is not None and not self.pushes.refuse(said["n"], error):
-                self.pulls.over(said["n"], src, error)
+    def _answer(self, src: int, body: memoryview) -> None:
+        said = json.loads(bytes(body))
+        error = _error_of(said, src)
+        if (asked := self._asked.pop((src, said["n"]), None)) is not None:
+            answers, done = asked
+            answers.append(said)
+            done(error)
+        elif error is not None and not self.pushes.refuse(said["n"], error):
+            self.pulls.over(said["n"], src, error)
 
     def lose(self, rank: int) -> None:
         error = self._context.lost(rank)

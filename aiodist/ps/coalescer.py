@@ -1,238 +1,196 @@
-"""Entries between ranks: put together into frames while earlier frames are on their way.
+"""Packs entries for other ranks into frames, and passes the entries of received frames to their handlers.
 
-A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather until it
-is full, or an answer comes. So a single small request is quick, and many cost little each. Entries between two ranks
-arrive in order, and once: frames are numbered, and kept until the other side says that they came; what nobody has
-spoken of for a while is sent again, and what came before is ignored. Every method runs with the transport lock held.
+A frame is sent immediately while fewer than `_WINDOW` frames of requests are unanswered. Otherwise entries gather until
+the frame is full, or until an answer comes. So a single small request is fast, and each of many requests costs little.
+
+Transports deliver the frames between two ranks once and in order. Frames are numbered nevertheless: a frame that came
+before is ignored, and a missing frame is an error that names the rank. Every method runs with the transport lock held.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
-from aiodist.ps.wire import ENTRY, FRAME, LAST, NUMBERED, REQUESTS
+from aiodist.errors import BackendError
+from aiodist.handles import Progress
+from aiodist.ps.wire import ENTRY, FRAME, Kind
 from aiodist.types import ANY
 
-_UNTOLD = 8
-"""So many frames without a request may come before their sender is told."""
 _FRAME_TAG = 1
 _DATA_TAGS = 1 << 20
 _CONTINUES = 0x80
-"""Of an entry's kind: the rest of it is in the next frame."""
+"""Flag of an entry's kind: the next frame has more of the entry."""
 _WINDOW = 2
 _FULL_WINDOW = 16
 _SHORT_BYTES = range(3 << 10, 4 << 10)
-"""Full enough, and still what a library sends at once: longer messages wait for a sender that polls."""
-_LONG_BYTES = 16 << 10
-_ROOM_BYTES = 64 << 10
-_FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
-RESENDS = 120
-"""Who has taken nothing after so many cannot be reached: a rank that can says at once that it has what comes again."""
+"""Sizes of a frame with many entries that a library still sends without a receiver that polls."""
 _PADDING = tuple(bytes(-n % 8) for n in range(8))
 
 
+class _Sizes(NamedTuple):
+    """Sizes of frames, in bytes."""
+
+    room: int
+    """Memory for a received frame."""
+    full: int
+    """Size from which a frame takes no more entries."""
+    fixed: int
+    """Size of each sent frame if a receive must be as long as its message, else 0."""
+
+    @property
+    def longest(self) -> int:
+        """Longest part of an entry in one frame, a multiple of eight bytes."""
+        return self.room - FRAME.size - ENTRY.size
+
+
+_SHORT_RECEIVES = _Sizes(64 << 10, 16 << 10, 0)
+_FIXED_RECEIVES = _Sizes(4 << 10, 4 << 10, 4 << 10)
+
+Handler = Callable[[int, memoryview], object]
+"""Takes the rank and the body of an entry, which no other code uses."""
+
+
 def keep(t: Tensor, error: BaseException | None) -> None:
-    """Hold on to `t` until it is sent; whether that went well its receiver tells, or the control channel."""
-
-
-Heard = Callable[[int, int, memoryview], None]
-"""(rank, kind, body) of an entry; the body may be kept and written to, its memory is used for nothing else."""
+    """Keep `t` until the end of its transfer, of which the receiver or the control channel reports an error."""
 
 
 @dataclass(eq=False, slots=True)
-class _Outgoing:
-    """What goes to one rank."""
+class _Peer:
+    """The frames to and from one other rank."""
 
     frame: bytearray = field(default_factory=lambda: bytearray(FRAME.size))
+    """Entries that wait for the next frame."""
     has_requests: bool = False
+    """True if `frame` has a request."""
     full: deque[tuple[bytearray, bool]] = field(default_factory=deque)
-    sent: deque[tuple[bytearray, int]] = field(default_factory=deque)
-    """Frames that may not have come, with their flags."""
-    next: int = 0
-    """The number of the next one."""
+    """Full frames that wait, each with its `has_requests`."""
+    sent: int = 0
+    """Number of sent frames."""
     unanswered: int = 0
-    """How many of those sent have requests."""
-    oldest: bytearray | None = None
-    """Of those sent, when that was last looked at."""
-    resent: int = 0
-    """How often it was sent again."""
-    awaited: int = 0
-    """The number of the next frame from there."""
-    came: int = 0
-    """How many have come since it was told of any."""
-    owed: bool = False
-    """It waits to be told."""
+    """Number of sent frames of requests that the rank has not handled, as far as known."""
+    received: int = 0
+    """Number of received frames."""
+    handled: int = 0
+    """Number of received frames of requests since the last sent frame."""
+    begun: bytearray = field(default_factory=bytearray)
+    """Received parts of an entry that continues in the next frame."""
     gone: bool = False
 
-    def taken(self) -> tuple[bytearray, bool]:
-        """Begin another frame, and return this one and whether it has requests."""
+    def take(self) -> tuple[bytearray, bool]:
+        """Return the frame that gathers entries, and begin another."""
         taken = self.frame, self.has_requests
-        self.frame = bytearray(FRAME.size)
-        self.has_requests = False
+        self.frame, self.has_requests = bytearray(FRAME.size), False
         return taken
-
-    def close(self) -> None:
-        self.full.append(self.taken())
-
-    def takes(self, number: int, flags: int) -> bool:
-        """Return whether a frame from there is the one awaited: not one that came, nor one behind a missing one."""
-        if number != self.awaited:
-            self.owed = True
-            return False
-        self.awaited += 1
-        self.came += 1
-        self.owed = self.owed or bool(flags & REQUESTS) or self.came >= _UNTOLD
-        return True
 
 
 class Coalescer:
-    """Puts the entries of one rank together into frames, sends these, and hears those of the others."""
+    """The frames of one rank."""
 
     def __init__(
         self,
         transport: Transport,
-        heard: Heard,
-        failed: Callable[[BaseException], None],
+        progress: Progress,
         ring: Callable[[int], None],
-        later: Callable[[], None],
-        unheard: Callable[[int], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
-        """`failed` is told that nothing can be received; `ring(rank)` wakes who may sleep when something comes.
-
-        `later` has `resend` called in a while; `unheard(rank)` is told that all that it sent again was in vain.
-        """
+        """`ring` wakes a rank that may sleep. `failed` takes the error after which nothing can be received."""
         self._transport = transport
-        self.rank = transport.rank
-        self._heard = heard
-        self._failed = failed
+        self._progress = progress
         self._ring = ring
-        self._later = later
-        self._unheard = unheard
-        self._looks_later = False
+        self._failed = failed
+        self.rank = transport.rank
         can = transport.capabilities()
-        short = can.short_receives
         self._send_now = can.send_now
-        self._fixed_bytes = 0 if short else _FIXED_BYTES
-        self._room_bytes = _ROOM_BYTES if short else _FIXED_BYTES
-        self._full_bytes = min(_LONG_BYTES, self._room_bytes)
-        self.inline_bytes = self._room_bytes // 2 - 256
-        """The most data that an entry carries."""
-        self._longest = self._room_bytes - FRAME.size - ENTRY.size
-        assert self._longest % 8 == 0
-        self._room = torch.empty(self._room_bytes, dtype=torch.uint8, device="cpu")
-        self._came = self._room.numpy().data
-        self._outgoing = [_Outgoing() for _ in range(transport.size)]
+        self._sizes = _SHORT_RECEIVES if can.short_receives else _FIXED_RECEIVES
+        self.inline_bytes = self._sizes.room // 2 - 256
+        """Most bytes of data in an entry."""
+        self._room = torch.empty(self._sizes.room, dtype=torch.uint8, device="cpu")
+        self._peers = [_Peer() for _ in range(transport.size)]
         self._to_flush: set[int] = set()
-        self._begun: dict[int, bytearray] = {}  # by rank: an entry of which more is to come
         self._own: deque[tuple[int, bytearray]] = deque()
-        self._handling = False
+        """Entries of this rank for itself."""
+        self._handling_own = False
+        self._handlers: Mapping[int, Handler] = {}
         self._closed = False
         self._failures = 0
         self._ended: Callable[[], None] | None = None
         self.congested = False
-        """Full frames wait for answers to earlier ones."""
+        """True if full frames wait for answers to earlier ones."""
         self.sent_bytes = 0
 
-    def open(self) -> None:
+    def open(self, handlers: Mapping[int, Handler]) -> None:
+        """Begin to receive, with the handler of each kind of entry."""
+        self._handlers = handlers
         if self._transport.size > 1:
             self._listen()
 
     # --- sending ---------------------------------------------------------------------------------------------
 
     def put(self, dst: int, kind: int, head: bytes, data: bytes = b"", *, request: bool = False) -> None:
-        """Have an entry go to `dst` with the next `flush`; `request`: the other side answers."""
+        """Send an entry to `dst` with the next `flush`. True for `request` means that the other side answers."""
         if dst == self.rank:
             self._own.append((kind, bytearray(head + data)))
             return
-        outgoing = self._outgoing[dst]
+        peer = self._peers[dst]
         length = len(head) + len(data)
-        if length > self._longest:
+        if length > self._sizes.longest:
             self._put_long(dst, kind, head + data, request)
             return
-        used = len(outgoing.frame)
-        if used > FRAME.size and (used in _SHORT_BYTES or used + length + 2 * ENTRY.size > self._full_bytes):
-            outgoing.close()
-        frame = outgoing.frame
+        used = len(peer.frame)
+        if used > FRAME.size and (used in _SHORT_BYTES or used + length + 2 * ENTRY.size > self._sizes.full):
+            peer.full.append(peer.take())
+        frame = peer.frame
         frame += ENTRY.pack(kind, length)
         frame += head
         frame += data
         if length % 8:
             frame += _PADDING[length % 8]
         if request:
-            outgoing.has_requests = True
+            peer.has_requests = True
         self._to_flush.add(dst)
 
     def _put_long(self, dst: int, kind: int, body: bytes, request: bool) -> None:
-        *others, last = [body[at : at + self._longest] for at in range(0, len(body), self._longest)]
-        for piece in others:
-            self.put(dst, kind | _CONTINUES, piece, request=request)
+        longest = self._sizes.longest
+        *others, last = [body[at : at + longest] for at in range(0, len(body), longest)]
+        for part in others:
+            self.put(dst, kind | _CONTINUES, part, request=request)
         self.put(dst, kind, last, request=request)
 
     def flush(self) -> None:
+        """Send the frames that need not wait, and handle the entries of this rank for itself."""
         while self._to_flush:
             dst = self._to_flush.pop()
-            outgoing = self._outgoing[dst]
-            if outgoing.gone:
-                outgoing.full.clear()
-                outgoing.frame = bytearray(FRAME.size)
-            else:
-                self._send_some(dst, outgoing)
-        if self._own and not self._handling:
+            peer = self._peers[dst]
+            if peer.gone:
+                peer.full.clear()
+                peer.take()
+                continue
+            while peer.full and peer.unanswered < _FULL_WINDOW:
+                self._send(dst, peer, *peer.full.popleft())
+            self.congested = bool(peer.full)
+            if peer.unanswered < _WINDOW and len(peer.frame) > FRAME.size:
+                self._send(dst, peer, *peer.take())
+            if peer.handled:  # no answer has reported these frames
+                self._send(dst, peer, bytearray(FRAME.size), False)
+        if self._own and not self._handling_own:
             self._handle_own()
 
-    def _send_some(self, dst: int, outgoing: _Outgoing) -> None:
-        while outgoing.full and outgoing.unanswered < _FULL_WINDOW:
-            self._send(dst, outgoing, *outgoing.full.popleft())
-        self.congested = bool(outgoing.full)
-        if outgoing.unanswered < _WINDOW and len(outgoing.frame) > FRAME.size:
-            self._send(dst, outgoing, *outgoing.taken())
-        if outgoing.owed:
-            # No answer has taken the word along that its frames were read.
-            self._send(dst, outgoing, bytearray(FRAME.size), False)
-
-    def _send(self, dst: int, outgoing: _Outgoing, frame: bytearray, has_requests: bool, flags: int = 0) -> None:
+    def _send(self, dst: int, peer: _Peer, frame: bytearray, has_requests: bool) -> None:
         self.sent_bytes += len(frame)
-        number = outgoing.next
-        if len(frame) > FRAME.size or flags:
-            flags |= NUMBERED | has_requests * REQUESTS
-            outgoing.next += 1
-            outgoing.sent.append((frame, flags))
-            outgoing.unanswered += has_requests
-            self._look_later()
-        FRAME.pack_into(frame, 0, self.rank, len(frame), number, outgoing.awaited, flags)
-        outgoing.owed, outgoing.came = False, 0
-        if self._fixed_bytes:
-            frame.extend(bytes(self._fixed_bytes - len(frame)))
-        self._transmit(frame, dst)
-
-    def _look_later(self) -> None:
-        if not self._looks_later:
-            self._looks_later = True
-            self._later()
-
-    def resend(self) -> None:
-        self._looks_later = False
-        for dst, outgoing in enumerate(self._outgoing if not self._closed else ()):
-            if not outgoing.sent or outgoing.gone:
-                continue
-            if outgoing.oldest is outgoing.sent[0][0]:
-                for frame, _ in outgoing.sent:
-                    self._transmit(bytearray(frame), dst)  # the first one may still be on its way
-                outgoing.resent += 1
-                if outgoing.resent == RESENDS:
-                    self._unheard(dst)
-            else:
-                outgoing.oldest, outgoing.resent = outgoing.sent[0][0], 0
-            self._look_later()
-
-    def _transmit(self, frame: bytearray, dst: int) -> None:
+        FRAME.pack_into(frame, 0, self.rank, len(frame), peer.sent, peer.handled, has_requests)
+        peer.sent += 1
+        peer.unanswered += has_requests
+        peer.handled = 0
+        if self._sizes.fixed:
+            frame.extend(bytes(self._sizes.fixed - len(frame)))
         if self._send_now is None or not self._send_now(frame, dst, _FRAME_TAG):
             t = torch.frombuffer(frame, dtype=torch.uint8)
             self._transport.isend(t, dst, _FRAME_TAG, partial(keep, t))
@@ -256,84 +214,90 @@ class Coalescer:
         if self._closed:
             return
         if error is not None:
-            # A backend says once of each rank that is lost that nothing more comes from it.
-            self._failures += 1
+            self._failures += 1  # a backend reports each lost rank once
             if self._failures < self._transport.size:
                 self._listen()
             else:
                 self._failed(error)
             return
-        source, used, number, awaited, flags = FRAME.unpack_from(self._came)
-        body = memoryview(bytearray(self._came[:used]))
-        outgoing = self._outgoing[source]
-        self._to_flush.add(source)
-        while outgoing.sent and outgoing.next - len(outgoing.sent) < awaited:  # these have come there
-            outgoing.unanswered -= outgoing.sent.popleft()[1] & REQUESTS
-        if flags & NUMBERED and not outgoing.takes(number, flags):
-            used, flags = 0, 0
-        at = FRAME.size
-        while at < used:
-            kind, length = ENTRY.unpack_from(body, at)
-            at += ENTRY.size
-            self._take(source, kind, body[at : at + length])
-            at += length + -length % 8
-        self.flush()
-        if flags & LAST:
+        came = self._room.numpy().data
+        source, used, number, handled, has_requests = FRAME.unpack_from(came)
+        peer = self._peers[source]
+        if number > peer.received:
             self._closed = True
-            if self._ended is not None:
-                self._ended()
-        else:
-            self._listen()  # after the answers, for which somebody waits
-
-    def _take(self, source: int, kind: int, body: memoryview) -> None:
-        if kind & _CONTINUES:
-            self._begun.setdefault(source, bytearray()).extend(body)
+            text = f"rank {source}: its frame {peer.received} to rank {self.rank} is lost, since frame {number} came"
+            self._failed(BackendError(text))
             return
-        if source in self._begun:
-            body = memoryview(self._begun.pop(source) + body)
-        self._heard(source, kind, body)
+        if number == peer.received:
+            peer.received += 1
+            peer.unanswered -= handled
+            peer.handled += has_requests
+            self._progress.resume_polling()
+            self._to_flush.add(source)
+            self._handle(source, peer, memoryview(bytearray(came[:used])))
+            self.flush()
+        if not self._closed:
+            self._listen()  # after the answers, for which other ranks wait
+
+    def _handle(self, source: int, peer: _Peer, frame: memoryview) -> None:
+        at = FRAME.size
+        while at < len(frame):
+            kind, length = ENTRY.unpack_from(frame, at)
+            at += ENTRY.size
+            body = frame[at : at + length]
+            at += length + -length % 8
+            if kind & _CONTINUES:
+                peer.begun += body
+            elif kind == Kind.LAST:
+                self._closed = True
+                if self._ended is not None:
+                    self._ended()
+            else:
+                if peer.begun:
+                    body, peer.begun = memoryview(peer.begun + body), bytearray()
+                self._pass_on(source, kind, body)
+
+    def _pass_on(self, source: int, kind: int, body: memoryview) -> None:
+        try:
+            self._handlers[kind](source, body)
+        except Exception as error:  # noqa: BLE001  - it must not end the progress of other operations
+            self._progress.report(f"parameter server: an entry of rank {source} failed", error)
+            self._failed(error)
 
     def _handle_own(self) -> None:
-        self._handling = True
+        self._handling_own = True
         try:
             while self._own:
                 kind, body = self._own.popleft()
-                self._heard(self.rank, kind, memoryview(body))
+                self._pass_on(self.rank, kind, memoryview(body))
         finally:
-            self._handling = False
+            self._handling_own = False
         if self._to_flush:
             self.flush()
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def forget(self, rank: int) -> None:
-        outgoing = self._outgoing[rank]
-        outgoing.gone = True
-        outgoing.sent.clear()
+        """Send a rank that is gone nothing more."""
+        self._peers[rank].gone = True
 
-    def say_last(self, dst: int) -> None:
-        """Send `dst` all that is left, and that nobody will send it anything after this."""
-        outgoing = self._outgoing[dst]
-        if outgoing.gone:
-            return
-        if len(outgoing.frame) == FRAME.size and not outgoing.full:
-            self._send(dst, outgoing, bytearray(FRAME.size), False, LAST)
-            return
-        if len(outgoing.frame) > FRAME.size:
-            outgoing.close()
-        while outgoing.full:
-            frame, has_requests = outgoing.full.popleft()
-            self._send(dst, outgoing, frame, has_requests, 0 if outgoing.full else LAST)
+    def put_last(self, dst: int) -> None:
+        """Send `dst` all entries now, with the notice that no rank will send it anything later."""
+        self.put(dst, Kind.LAST, b"")
+        peer = self._peers[dst]
+        peer.full.append(peer.take())
+        while peer.full and not peer.gone:
+            self._send(dst, peer, *peer.full.popleft())
 
     def when_last(self, ended: Callable[[], None]) -> None:
-        """Call `ended` once nothing is listened for any more: now, if that is so."""
+        """Call `ended` when this rank receives nothing more, or now if so."""
         if self._closed or self._transport.size == 1:
             ended()
         else:
             self._ended = ended
 
     def abort(self) -> None:
-        """Hear nothing any more; what was sent is left to the transport."""
+        """Receive nothing more. Frames in flight are not recalled."""
         self._closed = True
-        for outgoing in self._outgoing:
-            outgoing.gone = True
+        for peer in self._peers:
+            peer.gone = True

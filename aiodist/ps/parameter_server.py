@@ -68,7 +68,7 @@ class ParameterServer(Durability):
         split_bytes: size in bytes from which a tensor is cut.
         checkpoints: True lets workers keep copies of their pushes until `save` has them, for `rebind` after a server
             was lost.
-        timeout: default timeout of its calls, in seconds; None is none.
+        timeout: default timeout of its calls, in seconds; None is that of `coll`.
 
     Raises:
         ValueError: for ranks out of range, or a wrong name of an option.
@@ -143,7 +143,7 @@ class ParameterServer(Durability):
 
     @property
     def timeout(self) -> float | None:
-        """The time-out of calls that are given none, in seconds; None is none."""
+        """Default timeout of calls, in seconds, or None without one."""
         return self._session.timeout
 
     @property

@@ -18,6 +18,7 @@ from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps import wire
 from aiodist.ps.answers import Answers, Change, Freed, Pulling, Pushing, Request, Stop
 from aiodist.ps.client import Client
+from aiodist.ps.coalescer import Handler
 from aiodist.ps.context import LIGHT_BYTES, Context, ParameterServerStatistics
 from aiodist.ps.machines import Counts
 from aiodist.ps.saving import ServerSaving
@@ -211,7 +212,16 @@ class Server:
             "ready": self._directory.ready,
             "free": self._directory.free,
             "bye": self._bye,
+            "ping": lambda client, call: self._answers.answer(client, call["n"]),
         }
+        self.handlers: dict[int, Handler] = {
+            Kind.CALL: self._call,
+            Kind.PUSH: self._push,
+            Kind.PULL: self._pull,
+            Kind.ORDER: self._order,
+            Kind.RELEASE: self._release,
+        }
+        """Functions that handle the entries from clients and leaders, by kind."""
 
     def open(self, client: Client) -> None:
         self.saving = ServerSaving(self.context, self._answers, self.shards, client)
@@ -219,22 +229,19 @@ class Server:
 
     # --- what comes ----------------------------------------------------------------------------------------
 
-    def heard(self, client: int, kind: int, body: memoryview) -> None:
-        if kind == Kind.PUSH:
-            self._push(client, body)
-        elif kind == Kind.PULL:
-            self._pull(client, body)
-        elif kind == Kind.ORDER:
-            order = Order.unpack(body)
-            if (shard := self.shards.get(order.key)) is not None:
-                shard.obey(order)
-        elif kind == Kind.RELEASE:
-            key, number = wire.unpack_release(body)
-            if (seen := self.shards.get(key) or self._retired.get(key)) is not None:
-                seen.release(client, number)
-        else:
-            call = json.loads(bytes(body))
-            self._calls[call["op"]](client, call)
+    def _call(self, client: int, body: memoryview) -> None:
+        call = json.loads(bytes(body))
+        self._calls[call["op"]](client, call)
+
+    def _order(self, leader: int, body: memoryview) -> None:
+        order = Order.unpack(body)
+        if (shard := self.shards.get(order.key)) is not None:
+            shard.obey(order)
+
+    def _release(self, client: int, body: memoryview) -> None:
+        key, number = wire.unpack_release(body)
+        if (seen := self.shards.get(key) or self._retired.get(key)) is not None:
+            seen.release(client, number)
 
     def _push(self, client: int, body: memoryview) -> None:
         head = unpack(wire.PushHead, body)
@@ -398,7 +405,7 @@ class Server:
         for client, number in self._goodbyes.items():
             self._answers.answer(client, number)
             if client != self.context.rank:
-                self.context.coalescer.say_last(client)
+                self.context.coalescer.put_last(client)
 
     # --- shards --------------------------------------------------------------------------------------------------
 

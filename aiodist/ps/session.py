@@ -34,18 +34,19 @@ from aiodist.handles.origin import whence
 from aiodist.handles.polling import transport_lock
 from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
-from aiodist.ps.coalescer import RESENDS, Coalescer
+from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context, Log, Service
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
 from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
-from aiodist.ps.wire import Kind
 from aiodist.types import check_timeout
 
 _DRAIN_SECONDS = 1e-3
-_RESEND_SECONDS = 0.5  # of two looks at what has not come
+_PING_SECONDS = 10.0
+"""Time between two pings of all servers, in seconds."""
+_ANSWER_SECONDS = 60.0
+"""Longest time to the answer of a ping, in seconds. A live rank answers immediately, even if its loop is busy."""
 _NO_LIMIT = inf  # a rank that leaves waits for the others, however long they work
-_SERVER_KINDS = frozenset({Kind.CALL, Kind.PUSH, Kind.PULL, Kind.ORDER, Kind.RELEASE})
 
 
 class ParameterServerSession:
@@ -56,8 +57,7 @@ class ParameterServerSession:
         self.log = Log() if settings.checkpoints else None
         self.parent = coll
         self.settings = settings
-        self.timeout = check_timeout(timeout)
-        """Seconds, for calls that are given none."""
+        self._timeout = check_timeout(timeout)
         self._refusal: AiodistError | RuntimeError | None = RuntimeError(
             "the parameter server is not open: use `async with`"
         )
@@ -142,7 +142,6 @@ class ParameterServerSession:
         dispatcher = parts_of(self.coll).dispatcher
         near = parts_of(self.coll).registry.resources.near
         self.account = Account(progress.loop)
-        self._loop = progress.loop
 
         def buffer(nbytes: int) -> Tensor:
             with torch.inference_mode(False):
@@ -168,9 +167,7 @@ class ParameterServerSession:
             saved=max((member.saved for member in members if member.saved is not None), default=None),
         )
         first = self.client.queue.number() if hasattr(self, "client") else 1  # it goes on
-        transport, ring = parts_of(self.coll).transport, self.context.ring
-        heard, failed, later = self._heard, self._failed, self._resend_later
-        self.context.coalescer = Coalescer(transport, heard, failed, ring, later, self._unheard)
+        self.context.coalescer = Coalescer(parts_of(self.coll).transport, progress, self.context.ring, self._failed)
         self.server = Server(self.context)
         self.client = Client(self.context, first)
         self.server.open(self.client)
@@ -180,8 +177,9 @@ class ParameterServerSession:
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
         self._refusal = None
         self._over = asyncio.Event()
+        self._pinging = asyncio.ensure_future(self._ping())
         with transport_lock:
-            self.context.coalescer.open()
+            self.context.coalescer.open(self.server.handlers | self.client.handlers)
         if dispatcher.lifetime.refusal is not None:  # lost in the meantime
             self._aborted(CommunicatorAborted(str(dispatcher.lifetime.refusal)))
 
@@ -238,8 +236,8 @@ class ParameterServerSession:
         """End in order: nobody waits for this rank any more, nothing of mine is open, and all ranks have left."""
         if self._refusal is not None:
             raise self._refusal
-        await self.run("leave", self._leaving, _NO_LIMIT)
-        while self.client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
+        await self.run("leave", partial(self._ask_all, "leave"), _NO_LIMIT)
+        while self.client.busy:  # noqa: ASYNC110  - any thread may receive the end of a request
             await asyncio.sleep(_DRAIN_SECONDS)
         if (error := self.client.pushes.late_error()) is not None:
             raise error
@@ -248,9 +246,23 @@ class ParameterServerSession:
         self._close(CommunicatorClosed(f"parameter server {self.coll.name!r} is closed", comm=self.coll.name))
         self.account.judge()
 
-    async def _leaving(self) -> None:
+    async def _ping(self) -> None:
+        """Ping all servers while requests are open. Abort on all ranks if a server does not answer.
+
+        A connection may lose messages without a report, and a rank that leaves waits without a deadline.
+        """
+        while True:
+            await asyncio.sleep(_PING_SECONDS)
+            if self.client.busy:
+                try:
+                    await self.run("ping", partial(self._ask_all, "ping"), _ANSWER_SECONDS, now=True)
+                except AiodistError as error:
+                    self.abort_everywhere(error)
+                    return
+
+    async def _ask_all(self, op: str) -> None:
         for rank in self.context.living():
-            await self._asked(rank, "leave")
+            await self._asked(rank, op)
 
     async def _goodbye(self) -> None:
         """Wait at the first server, or at the next where it dies, for all ranks."""
@@ -260,7 +272,7 @@ class ParameterServerSession:
             return
         others = [rank for rank in range(self.coll.size) if rank != living[0] and rank not in self.context.gone]
         if others and self.coll.rank == others[0]:
-            self.context.coalescer.say_last(living[0])
+            self.context.coalescer.put_last(living[0])
 
     async def _asked(self, rank: int, op: str) -> bool:
         try:
@@ -275,13 +287,20 @@ class ParameterServerSession:
             return
         with transport_lock:
             self.context.coalescer.when_last(partial(self.progress.post, self._over.set))
-        await self._over.wait()
+        try:
+            await asyncio.wait_for(self._over.wait(), _ANSWER_SECONDS)
+        except TimeoutError:
+            first = self.context.living()[0]
+            rank = first if first != self.coll.rank else next(r for r in range(self.coll.size) if r != first)
+            text = f"leave: rank {rank} has not sent its last message for {_ANSWER_SECONDS:g} s"
+            raise OperationTimeout(text, late={rank: ""}) from None
         if self._refusal is not None:
             raise self._refusal
 
     def _close(self, refusal: AiodistError) -> None:
         self._refusal = self._refusal or refusal
         self._over.set()
+        self._pinging.cancel()
         with transport_lock:
             self.context.coalescer.abort()
             self.context.service.close()
@@ -333,38 +352,16 @@ class ParameterServerSession:
         if not isinstance(error, PeerLost):
             self._abort(error)
 
-    def _resend_later(self) -> None:
-        coalescer = self.context.coalescer
-
-        def resend() -> None:
-            with transport_lock:
-                coalescer.resend()
-
-        self.progress.post(lambda: self._loop.call_later(_RESEND_SECONDS, resend) and None)
-
     def _failed(self, error: BaseException) -> None:
-        text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
-        self.progress.post(partial(self._abort, CommunicatorAborted(text)))
-
-    def _unheard(self, rank: int) -> None:
-        """What this rank says does not come there, or the answers do not come here, though no connection broke."""
-        text = f"rank {rank} has taken nothing of what it was sent for {RESENDS * _RESEND_SECONDS:g} s"
-        error = OperationTimeout(text, late={rank: ""})
-        self.progress.post(partial(self.abort_everywhere, error))
-
-    def _heard(self, src: int, kind: int, body: memoryview) -> None:
-        self.progress.resume_polling()
-        try:
-            if kind in _SERVER_KINDS:
-                self.server.heard(src, kind, body)
-            else:
-                self.client.heard(src, kind, body)
-        except Exception as error:  # noqa: BLE001  - it must not end the progress of everything else
-            message = f"parameter server {self.coll.name!r}: what rank {src} sent failed here"
-            self.progress.report(message, error)
-            self.progress.post(partial(self.abort_everywhere, error))
+        """Abort on all ranks, since this rank can receive nothing more (any thread)."""
+        self.progress.post(self.abort_everywhere, error)
 
     # --- handles ---------------------------------------------------------------------------------------------
+
+    @property
+    def timeout(self) -> float | None:
+        """Default timeout of calls, in seconds: by default that of the communicator."""
+        return self.parent.timeout if self._timeout is None else self._timeout
 
     def check(self) -> None:
         if self._refusal is not None:
@@ -389,8 +386,13 @@ class ParameterServerSession:
             Operation.of(handle).set_deadline(seconds, self.client.late)
         return handle
 
-    def run(self, op: str, make: Callable[[], Program[Any]], timeout: float | None) -> Handle[Any]:
-        """Return the handle of the program that `make` returns; it begins after pushes that are being encoded."""
+    def run(
+        self, op: str, make: Callable[[], Program[Any]], timeout: float | None, *, now: bool = False
+    ) -> Handle[Any]:
+        """Return the handle of the program that `make` returns, which begins after pushes that are being encoded.
+
+        True for `now` lets the program begin before these pushes.
+        """
         handle = self.handle(op, 0, timeout)
         self.client.programs.add(handle)
         operation = Operation.of(handle)
@@ -406,7 +408,10 @@ class ParameterServerSession:
             else:
                 operation.reject(self.client.queue.located(error))
 
-        self.client.queue.issue((lambda: run(make(), finish),))
+        if now:
+            self.progress.start(lambda: run(make(), finish))
+        else:
+            self.client.queue.issue((lambda: run(make(), finish),))
         return handle
 
 

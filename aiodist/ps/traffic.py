@@ -177,8 +177,9 @@ class Pushes:
 
     # --- what servers say ------------------------------------------------------------------------------------
 
-    def done(self, src: int, number: int, stage: int) -> None:
-        """Server `src` says how far a push is."""
+    def done(self, src: int, body: memoryview) -> None:
+        """Server `src` reports the stage of a push."""
+        number, stage = wire.unpack_done(body)
         part = self._parts.get(number)
         if part is None:
             return

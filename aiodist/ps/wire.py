@@ -14,10 +14,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-FRAME = struct.Struct("<iIQQBxxxxxxx")
-"""The head of a frame: its source, the bytes in use, its number, the number that its source awaits, flags."""
-REQUESTS, LAST, NUMBERED = 1, 2, 4
-"""The flags: it has requests; none comes after it; it has entries, and so it comes again until it is spoken of."""
+FRAME = struct.Struct("<iIQI?xxx")
+"""Head of a frame: the source, the bytes in use, the number, the number of handled frames, and if it has requests.
+
+The handled frames are those of requests that the source has handled since its last frame.
+"""
 ENTRY = struct.Struct("<BxxxI")
 """The head of an entry: its kind, and the length of its body, which is padded to eight bytes."""
 
@@ -37,6 +38,8 @@ class Kind(IntEnum):
     DATA = 6
     RELEASE = 7
     """A reader has copied what it was let look at."""
+    LAST = 8
+    """No entry comes later, from any rank."""
 
 
 class Way(IntEnum):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.ps.wire import ENTRY, FRAME, NUMBERED
+from aiodist.ps.wire import ENTRY, FRAME
 from aiodist.testing.seams.carriers import LocalTransport
 from aiodist.testing.seams.transport import Done
 
@@ -42,13 +42,10 @@ class Frames:
         patch.setattr(LocalTransport, "isend", sent)
 
     def _edited(self, frame: Tensor, src: int, dst: int) -> Tensor:
-        head = FRAME.unpack_from(frame.numpy().data)
-        if not head[-1] & NUMBERED:
-            return frame
         assert self.edit is not None
         entries = b"".join(map(_packed, self.edit(src, dst, list(_entries(frame.numpy().tobytes())))))
-        _, _, number, awaited, flags = head
-        packed = FRAME.pack(src, FRAME.size + len(entries), number, awaited, flags) + entries
+        _, _, *rest = FRAME.unpack_from(frame.numpy().data)
+        packed = FRAME.pack(src, FRAME.size + len(entries), *rest) + entries
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +121,18 @@ async def test_p12_a_barrier_waits_for_no_worker_that_leaves_meanwhile(coll: Com
             await ps.barrier(timeout=20)
 
 
-# --- messages that are lost, and that come twice ---------------------------------------------------------------------
+# --- frames that are lost, or doubled --------------------------------------------------------------------------------
+
+
+async def pushes_and_sums(ps: ParameterServer, keys: int, times: int) -> None:
+    """Push `times` times to each key by each worker, and check that each push counts once."""
+    values = [torch.full((3,), 1.0 + ps.rank) for _ in range(keys)]
+    for _ in range(times):
+        await ps.push(None, values)
+    await ps.sync()
+    await ps.barrier()
+    total = times * sum(1.0 + rank for rank in ps.workers)
+    assert all(t.tolist() == [total] * 3 for t in await ps.pull())
 
 
 @pytest.mark.drawn(1)
@@ -128,70 +140,129 @@ async def test_p12_a_barrier_waits_for_no_worker_that_leaves_meanwhile(coll: Com
 @pytest.mark.parametrize("keys", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
-def test_p12_pushes_stay_exact_where_messages_are_dropped_and_doubled(
-    frames: Frames, keys: int, servers: int, policy: Any
-) -> None:
-    """Of twenty frames one, below all that ranks say; 50 pushes to each key by two workers, and each counts once."""
+def test_p12_pushes_stay_exact_where_frames_are_doubled(frames: Frames, keys: int, servers: int, policy: Any) -> None:
+    """One of twenty frames arrives twice; each of 50 pushes to each key by two workers counts once."""
     dice = random.Random(servers)
-    counts = {"dropped": 0, "doubled": 0}
-    faulty = False
+    doubled = 0
 
     def copies() -> int:
-        drawn = dice.random() if faulty else 1.0
-        counts["dropped"] += drawn < 0.025
-        counts["doubled"] += 0.025 <= drawn < 0.05
-        return 0 if drawn < 0.025 else 2 if drawn < 0.05 else 1
+        nonlocal doubled
+        twice = dice.random() < 0.05
+        doubled += twice
+        return 1 + twice
 
     frames.copies = copies
 
     async def main() -> None:
-        nonlocal faulty
         async with aiodist.init() as coll:
             w = {str(i): torch.zeros(3) for i in range(keys)}
             async with ParameterServer(coll, w, servers=list(range(2, 2 + servers)), consistency=policy) as ps:
-                await coll.barrier()
-                faulty = True
                 if ps.is_worker:
-                    values = [torch.full((3,), 1.0 + ps.rank) for _ in w]
-                    for _ in range(25):
-                        await ps.push(None, values)
-                    await ps.sync()
-                    await ps.barrier()
-                    assert all(t.tolist() == [25 * 3.0] * 3 for t in await ps.pull())
+                    await pushes_and_sums(ps, keys, 25)
                     pull = ps.pull("0")
                     await pull
                     assert pull.version == (50 if isinstance(policy, Asynchronous) else 25)
-                await coll.barrier()
-                faulty = False
 
     run_ranks(2 + servers, main)
-    assert min(counts.values()) > keys // 200
+    assert doubled > keys // 200
+
+
+def names_the_rank(error: BaseException) -> bool:
+    """Return True if an error names a late rank and the operation, or the rank whose frame is lost."""
+    text = str(error)
+    return (
+        re.search(r"late: rank \d|rank \d: its frame \d+ to rank \d is lost|rank \d has not sent its last", text)
+        is not None
+    )
+
+
+@pytest.mark.parametrize("lost", range(0, 60, 4))
+@pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
+def test_p12_one_lost_frame_is_an_error_that_names_the_rank(frames: Frames, lost: int, policy: Any) -> None:
+    """The next frame of the rank shows it, or else the deadline of a call."""
+    count = 0
+
+    def copies() -> int:
+        nonlocal count
+        count += 1
+        return int(count - 1 != lost)
+
+    frames.copies = copies
+
+    async def main() -> BaseException | None:
+        try:
+            async with aiodist.init(timeout=40) as coll:
+                w = {str(i): torch.zeros(3) for i in range(4)}
+                async with ParameterServer(coll, w, servers=[1, 2], consistency=policy, split_bytes=8) as ps:
+                    if ps.is_worker:
+                        await pushes_and_sums(ps, 4, 5)
+        except aiodist.AiodistError as error:
+            return error
+        return None
+
+    ends = run_ranks(3, main, timeout=400)
+    assert count > lost
+    for end in ends:
+        assert end is not None
+        assert names_the_rank(end), end
 
 
 # --- a link that is dead, though no connection broke -----------------------------------------------------------------
 
+OPENED = 13
+"""Messages of a rank until the block is entered: the collectives that make a communicator, first values, a barrier."""
+LAST = 19
+"""Messages of a rank until its last frame."""
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("at", range(2, 19, 2))
-def test_p12_nobody_waits_for_ever_where_a_link_is_dead(rank: int, at: int) -> None:
-    """From message `at` on nothing comes from `rank` to the other one on a communicator."""
 
-    async def main() -> str:
+def ends_with_a_dead_link(rank: int, at: int, timeout: float | None, *, awaits: bool = True) -> list[BaseException | None]:
+    """Return the errors of two ranks, where from message `at` of `rank` on nothing comes from it."""
+
+    async def main() -> BaseException | None:
         try:
-            # What opens the parameter server are collectives.
-            async with aiodist.init(timeout=90) as coll, ParameterServer(coll, {"w": torch.zeros(7)}) as ps:
-                await ps.push("w", torch.ones(7))
+            async with (
+                aiodist.init(timeout=timeout) as coll,
+                ParameterServer(coll, {"w": torch.zeros(7)}, split_bytes=4) as ps,
+            ):
+                pushed = ps.push("w", torch.ones(7))
+                if not awaits:
+                    pushed.detach()
+                    return None
+                await pushed
                 await ps.sync()
                 await ps.pull("w", torch.empty(7))
         except aiodist.AiodistError as error:
-            return str(error)
-        return "right"
+            return error
+        return None
 
-    ends = run_ranks(2, main, timeout=200, faults=Faults(Fault("drop", rank, at + rank)))
-    assert ends != ["right", "right"] or at == 18
-    if at in (10, 12):  # behind the opening
-        assert all("has taken nothing of what it was sent for 60 s" in end for end in ends), ends
+    return run_ranks(2, main, timeout=400, faults=Faults(Fault("drop", rank, at)))
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", range(2, 24, 2))
+def test_p12_a_call_over_a_dead_link_is_late_at_its_deadline(rank: int, at: int) -> None:
+    """The error has the operation and the late ranks. A collective cannot name the rank of the dead link."""
+    ends = ends_with_a_dead_link(rank, at, 30)
+    assert all(isinstance(end, aiodist.OperationTimeout | CommunicatorAborted) for end in ends), ends
+    if OPENED <= at < LAST:
+        late = [end for end in ends if isinstance(end, aiodist.OperationTimeout)]
+        assert late
+        for end in late:
+            assert end.late, end
+            assert end.op in ("push", "pull", "leave"), end
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", range(OPENED, LAST))
+@pytest.mark.parametrize("awaits", [True, False])
+def test_p12_no_rank_waits_for_ever_without_a_deadline(rank: int, at: int, awaits: bool) -> None:
+    """A server without an answer for 60 s ends the parameter server on all ranks, also while a rank leaves."""
+    for end in ends_with_a_dead_link(rank, at, None, awaits=awaits):
+        assert isinstance(end, CommunicatorAborted), end
+        assert names_the_rank(end), end
+        assert "ping" in str(end)
 
 
 @pytest.mark.ranks(2)
