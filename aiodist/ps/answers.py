@@ -91,7 +91,6 @@ class Served(Protocol):
     """A shard, as far as reads know it."""
 
     key: int
-    data: Tensor
     refusal: Exception | None
 
     def hold(self, request: Pulling) -> None: ...
@@ -141,11 +140,11 @@ class Answers:
         if self._outgoing is not None:
             self._outgoing.forget(client, key)
 
-    def serve(self, shard: Served, pull: Pulling, version: int) -> None:
+    def serve(self, shard: Served, pull: Pulling, version: int, data: Tensor) -> None:
         """Let the client have the shard as it is now; what the client itself has is not encoded."""
         if pull.client in self._context.gone:
             return
-        data, outgoing, own = shard.data, self._outgoing, pull.client == self._context.rank
+        outgoing, own = self._outgoing, pull.client == self._context.rank
         if outgoing is None or not data.dtype.is_floating_point or pull.reads != Reads.SNAPSHOT or own:
             if data.nbytes > self._context.coalescer.inline_bytes:
                 shard.hold(pull)

@@ -54,7 +54,7 @@ class Captured:
 
 def capture(shard: Shard, context: Context) -> Captured:
     """Return the shard's values, lent if possible, otherwise copied; in any thread, while nothing changes the shard."""
-    leads = shard.machine is not None
+    leads = shard.leader is not None
     said: dict[str, Json] = {
         "name": shard.name,
         "leads": leads,
@@ -73,12 +73,12 @@ def capture(shard: Shard, context: Context) -> Captured:
         for name, t in found.items():
             captured.add(name, t)
         return captured
-    shape = (shard.data.numel(),) if shard.replaces else shard.shape
-    captured.over = shard.lend()
+    shape = (shard.memory.data.numel(),) if shard.replaces else shard.shape
+    captured.over = shard.memory.lend()
     copied: Callable[[Tensor], Tensor] = Tensor.clone if captured.over is None else Tensor.detach
-    captured.add(_NAME + shard.name, copied(shard.data), shape, shard.start)
+    captured.add(_NAME + shard.name, copied(shard.memory.data), shape, shard.start)
     for number, rule in enumerate(context.rules):
-        state = shard.state_of(rule)
+        state = shard.memory.state_of(rule)
         kept = {} if state is None else rule.state_dict(state)
         if kept:
             found = {}
@@ -138,14 +138,14 @@ def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> 
         with torch.inference_mode(False), torch.no_grad():
             for rows in said["rows"]:
                 store.load_state_dict(decode(rows, reader.tensor), table.mine)
-        return Restored(said["version"], shard.data, store=store, marks=said["marks"]["map"])
+        return Restored(said["version"], shard.memory.data, store=store, marks=said["marks"]["map"])
     entry = reader.pieces(_NAME + shard.name)[0]
     _check(reader, f"{shard.name!r}, is it an object:", said["object"], shard.replaces)
-    _check(reader, f"dtype of {shard.name!r}", dtype_name(DTYPES[entry.dtype]), dtype_name(shard.data.dtype))
+    _check(reader, f"dtype of {shard.name!r}", dtype_name(DTYPES[entry.dtype]), dtype_name(shard.memory.data.dtype))
     if not shard.replaces:
         _check(reader, f"shape of {shard.name!r}", list(entry.shape), list(shard.shape))
-    numel = prod(entry.shape) if shard.replaces else shard.data.numel()
-    data = context.pool.take(numel * shard.data.itemsize).view(shard.data.dtype)
+    numel = prod(entry.shape) if shard.replaces else shard.memory.data.numel()
+    data = context.pool.take(numel * shard.memory.data.itemsize).view(shard.memory.data.dtype)
     with torch.inference_mode(False), torch.no_grad():
         data.copy_(reader.part(_NAME + shard.name, shard.start, numel))
 
@@ -168,8 +168,8 @@ def moved(shard: Shard, context: Context, uids: Sequence[str]) -> Restored:
     """Return the values of a shard of the last communicator, whose clients were `uids`, for the same block here."""
     marks = {uids[client]: number for client, number in shard.marks.items()}
     if isinstance(shard, TableShard):
-        return Restored(shard.version, shard.data, store=shard.store, marks=marks)
-    restored = shard.copied(context)
+        return Restored(shard.version, shard.memory.data, store=shard.store, marks=marks)
+    restored = shard.memory.copied(context, shard.version)
     restored.marks = marks
     return restored
 

@@ -346,7 +346,7 @@ class Server:
             self._leave(stop.client)
             return
         self._at_barrier[stop.client] = stop
-        for shard in self.shards.led():
+        for shard in self.shards.values():
             shard.rest(stop.client)
         self._check_barrier()
 
@@ -357,8 +357,8 @@ class Server:
             lost or self._at_barrier.keys() | self._directory.left >= set(self.context.workers)
         ):
             return
-        for shard in self.shards.led():
-            shard.resume(self._at_barrier)
+        for leader in self.shards.led().values():
+            leader.machine.resume(self._at_barrier)
         self._met, self._at_barrier = self._met | self._at_barrier, {}
         self._end_barrier()
 
@@ -425,8 +425,8 @@ class Server:
         for rank in range(len(self.context.world_ranks)):
             self._answers.forget(rank, shard.key)
         shard.refuse(Freed(f"{shard.name!r} was freed"))
-        if shard.machine is not None:
-            self._counted.append(shard.machine.counts)
+        if shard.leader is not None:
+            self._counted.append(shard.leader.machine.counts)
         if shard.readers:
             self._retired[shard.key] = shard
             shard.unseen = partial(self._retired.pop, shard.key, None)
@@ -434,7 +434,7 @@ class Server:
 
     def statistics(self) -> ParameterServerStatistics:
         shards = list(self.shards.values())
-        counts = [*self._counted, *(shard.machine.counts for shard in shards if shard.machine is not None)]
+        counts = [*self._counted, *(leader.machine.counts for leader in self.shards.led().values())]
         return ParameterServerStatistics(
             **self.context.counts,
             dropped=sum(count.dropped for count in counts),

@@ -29,6 +29,7 @@ class TableShard(Shard):
     ) -> None:
         super().__init__(context, answers, turned, call)
         self.pushed_dtype = torch.uint8
+        self.memory.waits_for_readers = True  # they gather rows on this server, also if their processes are stopped
         self.spec = TableSpec.from_json(call["table"])
         self.store = RowStore(self.spec)
         self._count = len(self.spans)
@@ -49,10 +50,6 @@ class TableShard(Shard):
     def hold(self, request: Pulling) -> None:
         """Change no row until its rows are gathered, in a lock-free read too: growing tensors move."""
         self.readers.snapshots.add((request.client, request.number))
-
-    def _leave_to_readers(self) -> bool:
-        """Wait for them: they gather rows on this server, also if their processes are stopped."""
-        return False
 
     def take(self, restored: Restored) -> None:
         assert restored.store is not None
@@ -93,7 +90,7 @@ class TableShard(Shard):
         else:
             self._context.service.do(nbytes, gather, gathered)
 
-    def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
+    def _swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         return False
 
     def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:

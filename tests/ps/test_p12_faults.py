@@ -215,7 +215,7 @@ LAST = 19
 """Messages of a rank until its last frame."""
 
 
-def ends_with_a_dead_link(rank: int, at: int, timeout: float | None, *, awaits: bool = True) -> list[BaseException | None]:
+def ends_with_a_dead_link(rank: int, at: int, timeout: float | None, *, awaits: bool = True) -> list[Any]:
     """Return the errors of two ranks, where from message `at` of `rank` on nothing comes from it."""
 
     async def main() -> BaseException | None:
