@@ -171,7 +171,7 @@ class Answers:
     def send(self, shard: Served, pull: Pulling, version: int, t: Tensor, *, coded: bool = False) -> None:
         """Send `t`, or let the client look at it; what is longer than an entry the shard holds until all is over."""
         self._context.counts["served"] += 1
-        way, place = self._context.way_to(pull.client, t, look=not coded)
+        way, place = self._context.shared.way_to(pull.client, t, look=not coded)
         head = pack_data(pull.number, version, way, coded, t.nbytes, *place)
         self._context.coalescer.put(pull.client, Kind.DATA, head, as_bytes(t) if way == Way.INLINE else b"")
         if way == Way.MESSAGE:

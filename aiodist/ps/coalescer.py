@@ -94,18 +94,13 @@ class _Peer:
 class Coalescer:
     """The frames of one rank."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        progress: Progress,
-        ring: Callable[[int], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        """`ring` wakes a rank that may sleep. `failed` takes the error after which nothing can be received."""
+    def __init__(self, transport: Transport, progress: Progress, failed: Callable[[BaseException], None]) -> None:
+        """`failed` takes the error after which this rank can receive nothing."""
         self._transport = transport
         self._progress = progress
-        self._ring = ring
         self._failed = failed
+        self.ring: Callable[[int], None] | None = None
+        """Function that wakes a rank that may sleep, or None if no rank shares memory."""
         self.rank = transport.rank
         can = transport.capabilities()
         self._send_now = can.send_now
@@ -194,7 +189,8 @@ class Coalescer:
         if self._send_now is None or not self._send_now(frame, dst, _FRAME_TAG):
             t = torch.frombuffer(frame, dtype=torch.uint8)
             self._transport.isend(t, dst, _FRAME_TAG, partial(keep, t))
-            self._ring(dst)
+            if self.ring is not None:
+                self.ring(dst)
 
     def send(self, t: Tensor, dst: int, number: int, done: Done) -> None:
         """Send flat uint8 `t` as the data of request `number`."""

@@ -27,7 +27,8 @@ from aiodist.ps.settings import Roles, ServerMember, kept, roles_of
 from aiodist.types import renamed
 
 if TYPE_CHECKING:
-    from aiodist.ps.context import Context, Logged
+    from aiodist.ps.context import Context
+    from aiodist.ps.log import LoggedPush
     from aiodist.ps.names import NameEntry
     from aiodist.ps.shard import Shard
 
@@ -213,7 +214,7 @@ class Durability(Naming):
         await self._session.told({})
 
 
-def _blocks_of(entry: NameEntry, push: Logged, context: Context) -> list[Tensor]:
+def _blocks_of(entry: NameEntry, push: LoggedPush, context: Context) -> list[Tensor]:
     """Return a logged push, cut for the present servers of its tensor."""
     spec = entry.table
     with torch.inference_mode(False), torch.no_grad():

@@ -14,7 +14,6 @@ from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Operation, join
-from aiodist.ps.context import ParameterServerStatistics
 from aiodist.ps.durability import Durability
 from aiodist.ps.embedding import BackwardPushes
 from aiodist.ps.names import NameEntry, Pushed, check_apart, check_version, named, outs_of, pushed_of
@@ -33,6 +32,7 @@ from aiodist.ps.settings import (
     roles_of,
     rules_of,
 )
+from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import Reads
 from aiodist.streams.memory import flat
 

@@ -23,7 +23,7 @@ from aiodist.errors import CheckpointDamaged
 from aiodist.handles.kernel import Program, run, transfer, transfers
 from aiodist.ps.answers import Freed, Restored
 from aiodist.ps.captured import KIND, Captured, capture, described, moved, restore, tensors_in
-from aiodist.ps.context import Service
+from aiodist.ps.service import Service
 from aiodist.ps.wire import Order, OrderKind
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ServerSaving:
         self._answers = answers
         self._shards = shards
         self._client = client
-        self._files = Service(context.progress, f"aiodist-ps-files-{context.name}", lambda: context.coalescer.flush())
+        self._files = Service(context.progress, f"aiodist-ps-files-{context.name}", context.coalescer.flush)
         self._turns: dict[int, _Turn] = {}
         self._before: Mapping[str, Shard] = {}
         self._uids_before: Sequence[str] = ()
@@ -202,7 +202,7 @@ class ServerSaving:
 
     def _say_saved(self, folder: str, marks: dict[str, dict[str, int]] | None) -> None:
         """Report a checkpoint to all ranks, with each tensor's marks; after a load without: logged pushes are void."""
-        for rank in range(len(self._context.world_ranks)):
+        for rank in range(self._context.size):
             self._client.say(rank, {"op": "saved", "folder": str(folder), "marks": marks})
 
     # --- every rank ----------------------------------------------------------------------------------------------

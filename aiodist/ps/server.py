@@ -19,10 +19,12 @@ from aiodist.ps import wire
 from aiodist.ps.answers import Answers, Change, Freed, Pulling, Pushing, Request, Stop
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Handler
-from aiodist.ps.context import LIGHT_BYTES, Context, ParameterServerStatistics
+from aiodist.ps.context import Context
 from aiodist.ps.machines import Counts
 from aiodist.ps.saving import ServerSaving
+from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard, Shards
+from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.table_shard import TableShard
 from aiodist.ps.wire import FILL, Kind, Order, Reads, Way, bytes_in, unpack, values_in
 
@@ -261,7 +263,7 @@ class Server:
         elif client in self.context.gone:
             return
         else:
-            found = self.context.memory(client, head.segment, head.offset, head.nbytes)
+            found = self.context.shared.find(client, head.segment, head.offset, head.nbytes)
             push.value = found.view(dtype)
             if accepts:  # the client need not keep it until it is applied
                 buffer = self._buffer(shard, push, head.nbytes)
@@ -287,7 +289,7 @@ class Server:
             if ids.way == Way.MEMORY:
                 if client in self.context.gone:
                     return
-                pull.rows = self.context.memory(client, ids.segment, ids.offset, ids.nbytes)
+                pull.rows = self.context.shared.find(client, ids.segment, ids.offset, ids.nbytes)
             elif ids.way == Way.MESSAGE:
                 pull.rows = torch.empty(ids.nbytes, dtype=torch.uint8, device="cpu")
                 pull.ready = False
@@ -398,7 +400,7 @@ class Server:
         self._check_over()
 
     def _check_over(self) -> None:
-        missing = set(range(len(self.context.world_ranks))) - set(self.context.gone) - set(self._goodbyes)
+        missing = set(range(self.context.size)) - set(self.context.gone) - set(self._goodbyes)
         if missing or self._over or not self._goodbyes:
             return
         self._over = True
@@ -422,7 +424,7 @@ class Server:
         shard = self.shards.pop(call["key"], None)
         if shard is None:
             return
-        for rank in range(len(self.context.world_ranks)):
+        for rank in range(self.context.size):
             self._answers.forget(rank, shard.key)
         shard.refuse(Freed(f"{shard.name!r} was freed"))
         if shard.leader is not None:

@@ -35,10 +35,13 @@ from aiodist.handles.polling import transport_lock
 from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Coalescer
-from aiodist.ps.context import Context, Log, Service
+from aiodist.ps.context import Context
+from aiodist.ps.log import PushLog
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
+from aiodist.ps.service import Service
 from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
+from aiodist.ps.sharing import SharedMemory
 from aiodist.types import check_timeout
 
 _DRAIN_SECONDS = 1e-3
@@ -54,7 +57,7 @@ class ParameterServerSession:
 
     def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
         self.uid = token_hex(8)
-        self.log = Log() if settings.checkpoints else None
+        self.log = PushLog() if settings.checkpoints else None
         self.parent = coll
         self.settings = settings
         self._timeout = check_timeout(timeout)
@@ -92,7 +95,7 @@ class ParameterServerSession:
         """Go on over another communicator, with its ranks; what was under way failed. Shards have nothing yet."""
         old, settings = self.context, self.settings
         place = settings.servers.index(old.rank) if old.rank in settings.servers else None
-        size, worked = len(old.world_ranks), old.rank in settings.workers
+        size, worked = old.size, old.rank in settings.workers
         me = ServerMember(self.uid, size, len(settings.servers), place, worked, roles, old.saved)
         name = self.coll.name
         self._abort(CommunicatorAborted(f"parameter server {name!r} goes on with other ranks", comm=name))
@@ -147,12 +150,16 @@ class ParameterServerSession:
             with torch.inference_mode(False):
                 return self.coll.arena_empty(nbytes, torch.uint8)
 
+        name, ranks = self.coll.name, parts_of(self.coll).dispatcher.ranks
+        coalescer = Coalescer(parts_of(self.coll).transport, progress, self._failed)
+        shared = SharedMemory(self.coll.rank, ranks, near, coalescer.inline_bytes)
+        coalescer.ring = None if near is None else shared.ring
         self.context = Context(
-            name=self.coll.name,
+            name=name,
             rank=self.coll.rank,
+            size=self.coll.size,
             servers=self.settings.servers,
             workers=self.settings.workers,
-            world_ranks=dispatcher.ranks,
             uids=[member.uid for member in members],
             log=self.log,
             rules=tuple(self.settings.rules.values()),
@@ -160,14 +167,14 @@ class ParameterServerSession:
             codec=self.settings.codec,
             pull_codec=self.settings.pull_codec,
             progress=progress,
-            service=Service(progress, f"aiodist-ps-{self.coll.name}", lambda: self.context.coalescer.flush()),
+            service=Service(progress, f"aiodist-ps-{name}", coalescer.flush),
             pool=Pool(buffer),
-            near=near,
+            coalescer=coalescer,
+            shared=shared,
             counts=self._counts,
             saved=max((member.saved for member in members if member.saved is not None), default=None),
         )
         first = self.client.queue.number() if hasattr(self, "client") else 1  # it goes on
-        self.context.coalescer = Coalescer(parts_of(self.coll).transport, progress, self.context.ring, self._failed)
         self.server = Server(self.context)
         self.client = Client(self.context, first)
         self.server.open(self.client)

@@ -15,11 +15,12 @@ from typing import Any
 
 from aiodist.ps.answers import Answers, Change, Pulling, Pushing, Request, Restored
 from aiodist.ps.block import Block, BlockMemory
-from aiodist.ps.context import LIGHT_BYTES, Context, error_of
+from aiodist.ps.context import Context
 from aiodist.ps.leader import Leader
 from aiodist.ps.machines import Action, Apply, Serve
 from aiodist.ps.readers import Reader
 from aiodist.ps.rules import Function, Piece, apply_step
+from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.wire import Order, OrderKind, Reads, Stage
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from aiodist.ps.answers import Answers, Pulling, Pushing, Restored
-from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.context import Context
 from aiodist.ps.row_store import RowStore, check_settings
 from aiodist.ps.rows import ID_BYTES, TableSpec, ids_in, owners, unpack
 from aiodist.ps.rules import RULES
+from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import TABLE, Order
 

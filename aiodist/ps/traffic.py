@@ -13,9 +13,11 @@ from aiodist.backends.base import Done
 from aiodist.errors import AiodistError, CommunicatorError, PeerLost
 from aiodist.handles import Account, Handle, Operation
 from aiodist.ps import wire
-from aiodist.ps.context import LIGHT_BYTES, Context, Logged, error_of
+from aiodist.ps.context import Context
+from aiodist.ps.log import LoggedPush
 from aiodist.ps.names import NameEntry
 from aiodist.ps.requests import Codes, PullPart, PushPart, RequestQueue, Sender, UserCall
+from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.settings import Span
 from aiodist.ps.wire import FILL, Kind, Reads, Stage, Way
 
@@ -124,10 +126,10 @@ class Pushes:
                     (block if coded else block.clone(), span.stop - span.start if coded else None)
                     for span, (block, coded) in zip(entry.spans, blocks, strict=True)
                 ]
-            senders.insert(0, partial(self._log.add, entry.name, Logged(number, rule, alpha, kept)))
+            senders.insert(0, partial(self._log.add, entry.name, LoggedPush(number, rule, alpha, kept)))
         return senders
 
-    def again(self, entry: NameEntry, push: Logged, blocks: Sequence[Tensor]) -> None:
+    def again(self, entry: NameEntry, push: LoggedPush, blocks: Sequence[Tensor]) -> None:
         """Push once more what may not have counted; an error of it is raised by the next sync."""
 
         def over(error: BaseException | None) -> None:
@@ -163,7 +165,7 @@ class Pushes:
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, coded: bool
     ) -> Sender:
         dst, nbytes = span.rank, value.nbytes
-        way, place = self._context.way_to(dst, value)
+        way, place = self._context.shared.way_to(dst, value)
         head = wire.pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
         if way is not Way.MEMORY and dst != self._context.rank and rule != FILL:
             self._context.counts["push_sent_bytes"] += nbytes
@@ -303,7 +305,7 @@ class Pulls:
     def _sender(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Sender:
         if ids is None:
             return partial(self._queue.put, dst, Kind.PULL, head)
-        way, place = self._context.way_to(dst, ids)
+        way, place = self._context.shared.way_to(dst, ids)
         head += wire.pack_ids(way, ids.nbytes, *place)
         return self._queue.sender(dst, number, Kind.PULL, head, ids, way)
 
@@ -357,7 +359,7 @@ class Pulls:
         self._context.coalescer.receive(room, src, data.number, received)
 
     def _look(self, part: PullPart, src: int, data: wire.Data) -> None:
-        found = self._context.memory(src, data.segment, data.offset, data.nbytes)
+        found = self._context.shared.find(src, data.segment, data.offset, data.nbytes)
 
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
