@@ -11,7 +11,7 @@ from aiodist.control.rendezvous import HostedHub, connect, host
 from aiodist.control.rollcall import LIVENESS_SECONDS
 from aiodist.control.roster import HUB, Exit
 from aiodist.control.texts import disagreement, name_ranks, sides
-from aiodist.control.wire import MAX_FRAME
+from aiodist.frames import MAX_FRAME
 
 __all__ = [
     "HUB",

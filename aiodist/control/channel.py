@@ -18,8 +18,8 @@ from aiodist.control.rollcall import ROLL_CALL, RollCall, Then
 from aiodist.control.roster import Exit
 from aiodist.control.texts import name_ranks
 from aiodist.control.thread import Owner
-from aiodist.control.wire import EVERYBODY, pack, unpack
 from aiodist.errors import OperationTimeout
+from aiodist.frames import EVERYBODY, pack, unpack
 
 
 async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None = None) -> list[Any]:  # noqa: ANN401

@@ -19,8 +19,8 @@ from aiodist.control.link import Link, Pulse
 from aiodist.control.roster import HUB, Exit
 from aiodist.control.texts import name_ranks
 from aiodist.control.thread import settle, settle_soon
-from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
+from aiodist.frames import Frame, Kind, WireError, frame, pack, unpack
 
 if TYPE_CHECKING:
     from aiodist.control.places import Place

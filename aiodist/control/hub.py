@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from aiodist.control.generations import Members
-from aiodist.control.link import HANDSHAKE_TIMEOUT, PROTOCOL, Hello, Link, Listener, Pulse
+from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
-from aiodist.control.roster import Exit, Refused, Roster, Store
-from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
+from aiodist.control.roster import Exit, Roster, Store
+from aiodist.frames import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
+from aiodist.handshake import Hello, Refused
 
 _FAREWELL_TIMEOUT = 1.0
 
@@ -56,7 +56,6 @@ class Hub:
         self.roster = Roster(size)
         self.store = Store()  # what the ranks share
         self._token = token
-        self._strangers: set[Link] = set()  # who has connected, and has not been let in
         self._links: dict[int, Link] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,7 +74,7 @@ class Hub:
     def listen_at(self, sock: socket.socket) -> None:
         """Begin, at a socket that listens."""
         self.port = sock.getsockname()[1]
-        self._listener = Listener(sock, self.greet)
+        self._listener = Listener(sock, self._token, self._admit)
         self._pulse = Pulse(self._heartbeat, self._links.values, _given_up)
 
     async def __aexit__(self, *raised: object) -> None:
@@ -100,9 +99,6 @@ class Hub:
             self._pulse.cancel()
         if self._listener is not None:
             await self._listener.wait_closed()
-        for stranger in tuple(self._strangers):  # nobody can connect any more
-            stranger.abort("the hub was closed")
-            await stranger.wait_closed(_FAREWELL_TIMEOUT)
         links = tuple(self._links.values())
         late = [] if self.roster.ready else list(self.roster.missing().items())
         closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
@@ -116,40 +112,7 @@ class Hub:
         if self._listener is not None:
             self._listener.close()
 
-    def greet(self) -> Link:
-        """Return the protocol for a new connection, which lets in a rank that knows the token."""
-        challenge = os.urandom(16)
-
-        def closed(cause: str) -> None:
-            timer.cancel()
-            self._strangers.discard(link)
-
-        def hear(received: Frame) -> None:
-            if received.kind != Kind.HELLO:
-                raise WireError("expected a hello first")
-            timer.cancel()
-            match unpack(received.body):
-                case [int(rank), int(size), bytes(proof), bytes(counter_challenge)]:
-                    self._judge(link, Hello(rank, size, self._token), proof, challenge, counter_challenge)
-                case _:
-                    raise WireError("a hello that cannot be read")
-
-        link = Link(hear, closed, frame(Kind.GREETING, body=pack([PROTOCOL, challenge])))
-        timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT, link.abort, "it did not say who it is")
-        self._strangers.add(link)
-        return link
-
-    def _judge(self, link: Link, hello: Hello, proof: bytes, challenge: bytes, counter_challenge: bytes) -> None:
-        try:
-            if not hmac.compare_digest(proof, hello.prove(b"rank", challenge, counter_challenge)):
-                raise Refused("token", "wrong token: this hub belongs to another job")
-            self._admit(link, hello, hello.prove(b"hub", challenge, counter_challenge))
-            self._strangers.discard(link)
-        except Refused as refusal:
-            link.write(frame(Kind.REFUSED, body=pack([refusal.code, str(refusal)])))
-            link.close(str(refusal))
-
-    def _admit(self, link: Link, hello: Hello, proof: bytes) -> None:
+    def _admit(self, link: Link, hello: Hello, welcome: Callable[[dict[str, Any]], bytes]) -> None:
         rank = hello.rank
         if self._members is not None and rank in self.roster.exits:
             raise Refused("over", f"rank {rank} has left this elastic job, in which a process opens the world once")
@@ -159,8 +122,7 @@ class Hub:
         link.on_closed = partial(self._gone, rank, link)
         self._links[rank] = link
         self._idle.clear()
-        settings = {"heartbeat": self._heartbeat, "host_rank": self._host_rank}
-        link.write(frame(Kind.WELCOME, body=pack([proof, settings])))
+        link.write(welcome({"heartbeat": self._heartbeat, "host_rank": self._host_rank}))
         if self.roster.ready:
             self._write_all(frame(Kind.READY))
         if self._members is not None:

@@ -1,40 +1,34 @@
-"""Control connections: frames in and out, who is at the other end, why they ended, and heartbeats to watch over them.
+"""The connection between launcher, hub and ranks: frames in and out, the handshake, and heartbeats.
 
-Before anything else is said a rank and a hub make sure of each other. The hub greets with a challenge; the rank says
-who it is and proves that it knows the token; the hub proves the same in its welcome. The token itself never travels, so
-a rank that an outdated address led to a stranger gives nothing away, and each side knows whether the other belongs to
-its job. (What follows is neither encrypted nor signed: who can change packets on the network is not kept out.)
+A guard speaks the same frames on a loop of `poll`, since asyncio would double the time that it needs to start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import os
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from aiodist.control.roster import Refused
 from aiodist.control.thread import forget, guard, settle
-from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame, pack, unpack
+from aiodist.frames import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame, set_options
+from aiodist.handshake import Caller, Challenge, Hello, Refused, refusal
 
 MAX_BACKLOG: Final = 16 * MAX_FRAME
-"""How many bytes may wait for a peer that does not read before it is given up."""
+"""Largest backlog of a peer that does not read, in bytes. After that the connection is aborted."""
 
 HANDSHAKE_TIMEOUT: Final = 10.0
-PROTOCOL: Final = "aiodist control 3"
 
 _PAUSE: Final = 0.2
+_FAREWELL_TIMEOUT: Final = 1.0
 _PING: Final = frame(Kind.PING)
 
 
 class Link(asyncio.Protocol):
-    """A connection that speaks frames.
+    """A connection that carries frames.
 
-    `on_frame` and `on_closed` are attributes, since who listens changes: first the handshake, then the hub or the
-    channel. A frame that cannot be understood ends the connection.
+    `on_frame` and `on_closed` change their owner: first the handshake, then the hub, the channel or the launcher. A
+    frame that the protocol does not allow ends the connection.
     """
 
     def __init__(
@@ -43,8 +37,9 @@ class Link(asyncio.Protocol):
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.heard = 0.0
+        """Time of the last data from the peer, by the loop's clock."""
         self.source = ""
-        """The address of this end."""
+        """Address of this end."""
         self.closed = asyncio.Event()
         self._reader = FrameReader()
         self._loop = asyncio.get_running_loop()
@@ -54,11 +49,11 @@ class Link(asyncio.Protocol):
         self._greeting = greeting
 
     def trust(self) -> None:
-        """Allow frames of full size: the other side has shown who it is."""
+        """Allow frames of full size, since the peer has shown that it belongs to the job."""
         self._reader.limit = MAX_FRAME
 
     def write(self, data: bytes) -> None:
-        """Send frames; when the connection is over they are dropped, `on_closed` having said so."""
+        """Send frames. A closed connection drops them."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -67,19 +62,19 @@ class Link(asyncio.Protocol):
             self.abort(f"it did not read {MAX_BACKLOG >> 20} MiB that were waiting for it")
 
     def close(self, cause: str) -> None:
-        """End the connection after what was written has been sent; `cause` is what `on_closed` will be told."""
+        """Close the connection after the frames in flight are sent. `on_closed` gets the cause."""
         self._cause = self._cause or cause
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, cause: str) -> None:
-        """End the connection at once."""
+        """Close the connection now."""
         self._cause = self._cause or cause
         if self._transport is not None:
             self._transport.abort()
 
     async def wait_closed(self, timeout: float) -> None:
-        """Wait until the connection is over; after `timeout` seconds make it so."""
+        """Wait until the connection is closed. Abort it after `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self.closed.wait()
@@ -88,11 +83,10 @@ class Link(asyncio.Protocol):
             await self.closed.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start; called by the loop."""
+        """Start. The loop calls it."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         sock = transport.get_extra_info("socket")
-        # asyncio does so for sockets that say they are TCP's, which one that a listener accepted does not.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(sock)
         self._fd = sock.fileno()
         self.source = str(transport.get_extra_info("sockname")[0])
         guard(self._fd)
@@ -100,7 +94,7 @@ class Link(asyncio.Protocol):
         self.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on each frame that is complete; called by the loop."""
+        """Deliver each complete frame. The loop calls it."""
         self.heard = self._loop.time()
         try:
             for received in self._reader.feed(data):
@@ -111,32 +105,39 @@ class Link(asyncio.Protocol):
             self.abort(f"it broke the protocol: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell `on_closed`; called by the loop, before it closes the socket."""
+        """Notify the owner. The loop calls it, before it closes the socket."""
         forget(self._fd)
         self._transport = None
         self.closed.set()
         self.on_closed(self._cause or ("the connection was closed" if error is None else str(error)))
 
 
-class Listener:
-    """Accepts each process that connects, until it is closed.
+Admit = Callable[[Link, Hello, Callable[[dict[str, Any]], bytes]], None]
 
-    asyncio's own server loses a socket, open, when it is closed in the moment in which somebody connects (its
-    transport fails to attach to a closed server); in a rendezvous that ranks give up, that moment is a common one.
+
+class Listener:
+    """Accepts connections, and lets in each caller that knows the token, until it is closed.
+
+    asyncio's own server leaks an open socket if it is closed while a process connects: the transport fails to attach to
+    a closed server. This is common in a rendezvous that ranks abort.
     """
 
-    def __init__(self, sock: socket.socket, greet: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, sock: socket.socket, token: str, admit: Admit) -> None:
+        """`admit(link, hello, welcome)` owns the link and sends `welcome(settings)`, or raises `Refused`."""
         self._sock = sock
-        self._greet = greet
+        self._token = token
+        self._admit = admit
         self._loop = asyncio.get_running_loop()
         self._accepted: set[asyncio.Task[None]] = set()
+        self._strangers: set[Link] = set()
+        """Connections before the end of their handshake."""
         self._pause: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         guard(sock.fileno())
         self._listen()
 
     def close(self) -> None:
-        """Stop; the system refuses a process that is not accepted yet. Calling it again does nothing."""
+        """Stop; the system refuses a process that is not accepted yet. A second call is a no-op."""
         if self._sock.fileno() < 0:
             return
         if self._pause is not None:
@@ -146,9 +147,12 @@ class Listener:
         self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Wait until each connection that was accepted has its protocol."""
+        """Wait until no accepted connection is in its handshake, and abort handshakes in progress."""
         if self._accepted:
             await asyncio.wait(self._accepted)
+        for stranger in tuple(self._strangers):  # no process can connect any more
+            stranger.abort("the hub was closed")
+            await stranger.wait_closed(_FAREWELL_TIMEOUT)
 
     def _listen(self) -> None:
         self._loop.add_reader(self._sock, self._accept)
@@ -158,7 +162,7 @@ class Listener:
             connection, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # too many open files, as a rule: it will not help to try again at once
+        except OSError as error:  # usually too many open files: an immediate retry would fail too
             self._loop.remove_reader(self._sock)
             self._pause = self._loop.call_later(_PAUSE, self._listen)
             self._loop.call_exception_handler({"message": "the hub cannot accept a connection", "exception": error})
@@ -171,92 +175,51 @@ class Listener:
         try:
             connection.setblocking(False)
             await self._loop.connect_accepted_socket(self._greet, connection)
-        except OSError:  # it went before it was greeted
+        except OSError:  # the process left before the greeting
             connection.close()
 
+    def _greet(self) -> Link:
+        """Return the protocol of a new connection, which makes the handshake."""
+        challenge = Challenge(self._token)
 
-class Pulse:
-    """Sends heartbeats on links, and ends those that have been silent for too long."""
+        def closed(cause: str) -> None:
+            timer.cancel()
+            self._strangers.discard(link)
 
-    def __init__(
-        self, timeout: float, links: Callable[[], Iterable[Link]], farewell: Callable[[str], bytes] | None = None
-    ) -> None:
-        self._timeout = timeout
-        self._links = links
-        self._farewell = farewell
-        self._interval = timeout / 6
-        self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time() + self._interval
-        self._timer = self._loop.call_at(self._due, self._beat)
-
-    def cancel(self) -> None:
-        """Beat no more."""
-        self._timer.cancel()
-
-    def _beat(self) -> None:
-        now = self._loop.time()
-        # When this very process was stopped or starved, it is not the others who were silent.
-        forgive = now - self._due > self._interval
-        for link in tuple(self._links()):
-            if forgive:
-                link.heard = now
-            silent = now - link.heard
-            if silent > self._timeout:
-                cause = f"no heartbeat for {silent:.3g} s (the limit is {self._timeout:g} s)"
-                link.write(self._farewell(cause) if self._farewell else b"")
-                link.abort(cause)
+        def hear(received: Frame) -> None:
+            timer.cancel()
+            try:
+                self._admit(link, challenge.check(received), challenge.welcome)
+            except Refused as refused:
+                link.write(refusal(refused))
+                link.close(str(refused))
             else:
-                link.write(_PING)
-        self._due = now + self._interval
-        self._timer = self._loop.call_at(self._due, self._beat)
+                self._strangers.discard(link)
 
-
-# --- the handshake ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a rank says of itself to join."""
-
-    rank: int
-    size: int
-    token: str = field(repr=False)
-
-    def prove(self, role: bytes, challenge: bytes, counter_challenge: bytes) -> bytes:
-        """Return what only somebody who knows the token can say about this conversation."""
-        said = b"|".join((role, challenge, counter_challenge, f"{self.rank}/{self.size}".encode()))
-        return hmac.digest(self.token.encode(), said, "sha256")
+        link = Link(hear, closed, challenge.greeting())
+        timer = self._loop.call_later(HANDSHAKE_TIMEOUT, link.abort, "it did not introduce itself")
+        self._strangers.add(link)
+        return link
 
 
 async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:
-    """Connect to a hub and introduce this rank; `welcomed(link, settings)` runs before any later frame is read.
+    """Connect to a hub and introduce this rank. `welcomed(link, settings)` runs before any later frame.
 
-    Raises `OSError` where nobody listens, and also where what listens is no hub of this protocol
-    (`ConnectionError`) or does not answer in time (`TimeoutError`); `Refused` when the hub, or the rank, does not
-    accept the other.
+    Raises `OSError` if no process listens, `ConnectionError` for another protocol, and `TimeoutError` for no answer in
+    time. Raises `Refused` if the hub refuses the rank, or the rank the hub.
     """
     outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    challenge, counter_challenge = b"", os.urandom(16)
+    caller = Caller(hello)
 
     def hear(received: Frame) -> None:
-        nonlocal challenge
-        match received.kind, unpack(received.body):
-            case Kind.GREETING, [str(protocol), bytes(challenge)]:
-                if protocol != PROTOCOL:
-                    raise WireError(f"it speaks {protocol!r}, this is {PROTOCOL!r}")
-                proof = hello.prove(b"rank", challenge, counter_challenge)
-                link.write(frame(Kind.HELLO, body=pack([hello.rank, hello.size, proof, counter_challenge])))
-            case Kind.REFUSED, [str(code), str(message)]:
-                settle(outcome, None, Refused(code, message))
-            case Kind.WELCOME, [bytes(answer), dict(settings)]:
-                if hmac.compare_digest(answer, hello.prove(b"hub", challenge, counter_challenge)):
-                    link.trust()
-                    welcomed(link, settings)
-                    settle(outcome, None, None)
-                else:
-                    settle(outcome, None, Refused("token", "the hub does not know this job's token"))
-            case _:
-                raise WireError("no handshake of a hub")
+        try:
+            link.write(caller.answer(received))
+        except Refused as refused:
+            settle(outcome, None, refused)
+        if caller.settings is not None:
+            link.trust()
+            welcomed(link, caller.settings)
+            settle(outcome, None, None)
 
     def closed(cause: str) -> None:
         settle(outcome, None, ConnectionError(f"no hub of aiodist, or a closing one: {cause}"))
@@ -270,3 +233,40 @@ async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dic
         link.abort("the handshake failed")
         outcome.cancel()
         raise
+
+
+class Pulse:
+    """Sends heartbeats on links, and aborts links without heartbeats, as those of a stopped process."""
+
+    def __init__(
+        self, timeout: float, links: Callable[[], Iterable[Link]], farewell: Callable[[str], bytes] | None = None
+    ) -> None:
+        """`farewell(cause)` returns the last bytes to an aborted link."""
+        self._timeout = timeout
+        self._links = links
+        self._farewell = farewell
+        self._interval = timeout / 6
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + self._interval
+        self._timer = self._loop.call_at(self._due, self._beat)
+
+    def cancel(self) -> None:
+        """Stop."""
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        # A late timer means that this process was stopped or starved, not the others.
+        forgive = now - self._due > self._interval
+        for link in tuple(self._links()):
+            if forgive:
+                link.heard = now
+            silent = now - link.heard
+            if silent > self._timeout:
+                cause = f"no heartbeat for {silent:.3g} s (the limit is {self._timeout:g} s)"
+                link.write(self._farewell(cause) if self._farewell else b"")
+                link.abort(cause)
+            else:
+                link.write(_PING)
+        self._due = now + self._interval
+        self._timer = self._loop.call_at(self._due, self._beat)

@@ -14,7 +14,7 @@ from aiodist.control.channel import Channel, ChannelClosed
 from aiodist.control.generations import Members
 from aiodist.control.roster import Exit, Store
 from aiodist.control.thread import settle
-from aiodist.control.wire import EVERYBODY, Kind, frame, pack
+from aiodist.frames import EVERYBODY, Kind, frame, pack
 
 
 def in_process(size: int, members: Members | None = None) -> list[InProcessChannel]:

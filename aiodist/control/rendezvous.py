@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from aiodist.control.client import SocketChannel
 from aiodist.control.hub import Hub
-from aiodist.control.link import Hello, dial
+from aiodist.control.link import dial
 from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, outward_host, parse, tcp_address
-from aiodist.control.roster import HUB, Refused
+from aiodist.control.roster import HUB
 from aiodist.control.texts import name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+from aiodist.handshake import Hello, Refused
 from aiodist.machine import boot_id
 
 if TYPE_CHECKING:

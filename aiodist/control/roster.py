@@ -8,6 +8,7 @@ from typing import Final
 
 from aiodist.control.texts import name_ranks
 from aiodist.errors import PeerLost, RemoteError
+from aiodist.handshake import Refused
 
 HUB: Final = -1  # stands for the hub where a rank is expected, when the hub lives in no rank's process
 
@@ -29,17 +30,6 @@ class Exit:
             return PeerLost(f"{who} left: {self.cause}", lost=self.rank)
         message = f"{who} failed: {self.cause}\n{self.traceback}"
         return RemoteError(message, raised_by=self.rank, traceback=self.traceback)
-
-
-class Refused(Exception):
-    """The hub does not let this rank in; `code` is `token`, `size`, `rank`, `duplicate`, `left`, `over` or `failed`.
-
-    `left`: this rank left the session and others have not yet, so that it may come back later.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Roster:

@@ -28,8 +28,8 @@ from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, ProcessEnded, Processes
 from aiodist.launch.ranks import Ranks
 from aiodist.launch.scratch import scratch_folder
+from aiodist.launch.start import Start, Stdin
 from aiodist.launch.supervisor import START_TIMEOUT, Event, Signalled, Supervisor
-from aiodist.launch.wire import Start, Stdin
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiodist.errors import ConfigError
+from aiodist.frames import Kind
 from aiodist.launch.tracebacks import Tracebacks
-from aiodist.launch.wire import Kind
 
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job

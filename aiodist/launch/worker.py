@@ -1,89 +1,101 @@
 """The guard of one rank: `python -m aiodist.launch.worker HOST:PORT`, started by the launcher or an mpirun.
 
-It connects to the launcher, starts the rank in a session of its own, carries its output and the way it ended
-back, and passes signals on. Because mpirun watches the guard and not the rank, a dying rank comes to the
-launcher with its true exit code under every MPI. When the launcher is gone, the rank is killed; when the guard
-is killed, the kernel kills the rank. What the rank leaves behind has a second to go, then it is killed too.
+It connects to the launcher, starts the rank in a session of its own, reports output and exit, and forwards signals.
+mpirun watches the guard and not the rank, so the exit code of a rank arrives unchanged under every MPI. If the launcher
+dies, the guard kills the rank; if the guard dies, the kernel kills the rank. Processes that a rank has left have a
+second to end, then the guard kills them. The guard does not load asyncio, which would double its time to start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import select
 import signal
 import socket
 import sys
-import sysconfig
 import time
+from collections.abc import Iterator
 from os import _exit as exit_at_once
 from pathlib import Path
+from typing import Final
 
 from aiodist.env import Environment, replace_variables, variables
-from aiodist.errors import LaunchError
-from aiodist.launch import wire
-from aiodist.launch.wire import Kind, Start
+from aiodist.frames import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame, pack, set_options, unpack
+from aiodist.handshake import Caller, Hello, Refused
+from aiodist.launch.start import Start
 from aiodist.machine import job_socket, process_table
 
-_CHUNK = 1 << 16
-_CONNECT = 30.0
-_OUTBOX = 1 << 18  # bytes that wait for the launcher before the rank has to wait too
-_LEFTOVERS = 1.0  # seconds that what the rank left behind has to end by itself
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_TRACEBACK = b"Traceback (most recent call last):\n"
-_FRAME = re.compile(rb'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-_LIBRARIES = (b"<frozen ", *{os.fsencode(f"{path}/") for path in sysconfig.get_paths().values()})
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *_PASSED_ON)
+_CHUNK: Final = 1 << 16
+_CONNECT: Final = 30.0
+_OUTPUT_BYTES: Final = 1 << 17
+"""Output that the launcher has not taken, in bytes. With more the rank waits.
+
+So the connection always has room: the kernel ends a connection that has none for half a minute.
+"""
+_LEFTOVERS: Final = 1.0
+"""Time that processes of an ended rank have to end, in seconds."""
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_TRACEBACK: Final = b"Traceback (most recent call last):\n"
+_FRAME: Final = re.compile(rb'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *_PASSED_ON)
 
 
 def main() -> int:
-    """Guard the rank that the environment names until it has ended and the launcher lets go."""
+    """Guard the rank of the environment until the rank has ended and the launcher closes the connection."""
     here = Environment.read()
     host, _, port = sys.argv[1].rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire.keep_alive(sock)
-        sock.sendall(wire.pack(Kind.HELLO, [here.rank, here.size, here.token]))
-        kind, length = wire.header(_exactly(sock, wire.HEADER.size) or wire.pack(Kind.DONE))
-        if kind is not Kind.START:
-            why = "does the remote shell pass standard input on?" if not here.token else "it is of another job"
+        set_options(sock)
+        reader = FrameReader()
+        try:
+            start = _introduce(sock, reader, Caller(Hello(here.rank, here.size, here.token)))
+        except Refused as refused:
+            why = "does the remote shell pass standard input on?" if not here.token else refused
             sys.exit(f"aiodist: the launcher at {sys.argv[1]} refused the guard of rank {here.rank}: {why}")
-        start = Start(**json.loads(_exactly(sock, length)))
         sock.setblocking(False)
-        _RankGuard(sock, start).run()
+        _RankGuard(sock, reader, start).run()
     return 0
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            return b""
-        data += more
-    return data
+def _introduce(sock: socket.socket, reader: FrameReader, caller: Caller) -> Start:
+    """Make the handshake, and return the program of the rank."""
+    for received in _received(sock, reader):
+        if caller.settings is not None:
+            return Start(**unpack(received.body))
+        sock.sendall(caller.answer(received))
+        if caller.settings is not None:
+            reader.limit = MAX_FRAME
+    raise ConnectionError("the launcher closed the connection")
+
+
+def _received(sock: socket.socket, reader: FrameReader) -> Iterator[Frame]:
+    while data := sock.recv(_CHUNK):
+        yield from reader.feed(data)
 
 
 class _RankGuard:
     """One rank, its two pipes and the connection to the launcher, in one poll loop."""
 
-    def __init__(self, sock: socket.socket, start: Start) -> None:
+    def __init__(self, sock: socket.socket, reader: FrameReader, start: Start) -> None:
         self._sock = sock
+        self._reader = reader
         self._job = variables().get("AIODIST_JOB", "")
-        self._inbox = bytearray()
         self._outbox = bytearray()
+        self._untaken = 0
+        """Output that the launcher has not taken, in bytes."""
         self._input = bytearray()
-        self._told = False
+        self._stopped = False
+        """True after a signal that asks the rank to stop."""
         self._shortens = False
-        """It was interrupted: a traceback that comes from that is told in a line."""
+        """True after an interrupt, whose traceback is shortened to a line."""
         self._shortens_none = {**variables(), **start.environ}.get("AIODIST_TRACEBACK", "").lower() == "full"
         self._traceback = b""
-        """What it has written to its standard error since one began."""
+        """Error output of the rank since the beginning of a traceback."""
         self._killed = False
         self._ended = False
         self._released = False
@@ -96,12 +108,13 @@ class _RankGuard:
             signal.signal(signum, lambda *_: None)  # the number is in the wake-up pipe
         self._pid, self._stdin, out, err = _spawn(start)
         self._pipes = {out: Kind.OUT, err: Kind.ERR}
-        self._send(Kind.STARTED, [self._pid, process_table()])
+        self._send(Kind.STARTED, pack([self._pid, process_table()]))
         if self._stdin is not None:
             self._send(Kind.WANT)
+        self._obey(b"")  # frames after `START`
 
     def run(self) -> None:
-        """Return when the launcher has let go or is gone; no process of the rank is left then."""
+        """Return when the launcher has closed the connection. No process of the rank is left then."""
         try:
             while not self._released:
                 for fd in self._poll():
@@ -117,7 +130,7 @@ class _RankGuard:
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
         poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        if len(self._outbox) < _OUTBOX:
+        if self._untaken < _OUTPUT_BYTES:
             for pipe in self._pipes:
                 poll.register(pipe, select.POLLIN)
         if self._stdin is not None and self._input:
@@ -137,10 +150,10 @@ class _RankGuard:
             self._feed()
         else:
             self._flush()
-            self._obey()
+            self._receive()
 
     def _read(self, pipe: int) -> bool:
-        """Take what the rank wrote; return whether there was anything."""
+        """Take output of the rank. Return True if there was any."""
         try:
             data = os.read(pipe, _CHUNK)
         except BlockingIOError:
@@ -148,29 +161,33 @@ class _RankGuard:
         if data and self._shortens and self._pipes[pipe] is Kind.ERR and not self._ended:
             self._hold(data)
         elif data:
-            self._send(self._pipes[pipe], data)
+            self._print(self._pipes[pipe], data)
         else:
             os.close(pipe)
             del self._pipes[pipe]
         return bool(data)
 
     def _hold(self, data: bytes) -> None:
-        """Pass on what the rank wrote, but what begins with a traceback only at its end."""
+        """Print the output of the rank up to a traceback, which waits for the end of the rank."""
         text = self._traceback + data
         start = text.find(_TRACEBACK)
         self._traceback = b"" if start < 0 else text[start:]
         if passed := text if start < 0 else text[:start]:
-            self._send(Kind.ERR, passed)
+            self._print(Kind.ERR, passed)
 
     def _drain(self) -> None:
-        """Take what lies in the pipes now, and no more of what others may still write."""
+        """Take the contents of the pipes, but no later output of other processes."""
         for pipe in list(self._pipes):
             for _ in range(32):
                 if not self._read(pipe):
                     break
 
-    def _send(self, kind: Kind, payload: object = b"") -> None:
-        self._outbox += wire.pack(kind, payload)
+    def _print(self, kind: Kind, data: bytes) -> None:
+        self._untaken += len(data)
+        self._send(kind, data)
+
+    def _send(self, kind: Kind, body: bytes = b"") -> None:
+        self._outbox += frame(kind, body=body)
         self._flush()
 
     def _flush(self) -> None:
@@ -182,8 +199,8 @@ class _RankGuard:
         except OSError:
             self._released = True
 
-    def _obey(self) -> None:
-        """Do what the launcher says; without it there is nothing left to do."""
+    def _receive(self) -> None:
+        """Read the connection. Without the launcher the guard ends."""
         try:
             data = self._sock.recv(_CHUNK)
         except BlockingIOError:
@@ -191,23 +208,21 @@ class _RankGuard:
         except OSError:
             data = b""
         self._released = self._released or not data
-        self._inbox += data
-        while len(self._inbox) >= wire.HEADER.size:
-            kind, length = wire.header(self._inbox[: wire.HEADER.size])
-            end = wire.HEADER.size + length
-            if len(self._inbox) < end:
-                return
-            payload = bytes(self._inbox[wire.HEADER.size : end])
-            del self._inbox[:end]
-            if kind is Kind.SIGNAL:
-                self._signal(payload[0])
-            elif kind is Kind.INPUT and self._stdin is not None:
-                self._input += payload
-                if not payload:
+        self._obey(data)
+
+    def _obey(self, data: bytes) -> None:
+        for received in self._reader.feed(data):
+            if received.kind == Kind.SIGNAL:
+                self._signal(received.number)
+            elif received.kind == Kind.TAKEN:
+                self._untaken -= received.number
+            elif received.kind == Kind.INPUT and self._stdin is not None:
+                self._input += received.body
+                if not received.body:
                     self._close_stdin()
 
     def _feed(self) -> None:
-        """Hand input on, and ask for more once the rank has taken it."""
+        """Write input to the rank, and ask for more when the rank has read it."""
         if self._stdin is None:
             return
         try:
@@ -229,8 +244,8 @@ class _RankGuard:
     def _signal(self, signum: int) -> None:
         if not self._ended:
             self._shortens = self._shortens or (signum == signal.SIGINT and not self._shortens_none)
-            self._told = self._told or signum not in _PASSED_ON
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has become another user's
+            self._stopped = self._stopped or signum not in _PASSED_ON
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the process may change its user
                 os.kill(self._pid, signum)
         if signum == signal.SIGKILL:
             self._killed = True
@@ -239,7 +254,7 @@ class _RankGuard:
                 os.killpg(self._pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Collect orphans of the rank, and notice its own end; it stays a zombie, so that its id stays ours."""
+        """Collect orphans of the rank, and notice its end. The rank remains a zombie, so its id stays valid."""
         _orphans(self._pid)
         gone = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if gone is None or self._ended:
@@ -248,12 +263,12 @@ class _RankGuard:
         self._ended = True
         code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
         if self._traceback:
-            self._send(Kind.ERR, shortened(self._traceback) if code == -signal.SIGINT else self._traceback)
-        self._send(Kind.EXIT, [code, self._told])
+            self._print(Kind.ERR, shortened(self._traceback) if code == -signal.SIGINT else self._traceback)
+        self._send(Kind.ENDED, pack([code, self._stopped]))
         self._deadline = time.monotonic() + (0.0 if self._killed else _LEFTOVERS)
 
     def _leave(self) -> None:
-        """Say DONE once nothing of the rank is left, at the latest when the time for leftovers is over."""
+        """Send DONE when no process of the rank is left, at the latest after the time for leftovers."""
         late = self._deadline is not None and time.monotonic() >= self._deadline
         if not late and (self._pipes or _orphans(self._pid)):
             return
@@ -267,19 +282,22 @@ class _RankGuard:
 
 
 def shortened(text: bytes) -> bytes:
-    r"""Return the traceback of an interrupted program as a line that says where it was; other text as it is.
+    r"""Return the traceback of an interrupted program as one line with its position, and other text unchanged.
 
     >>> shortened(b'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nKeyboardInterrupt\n')
     b'KeyboardInterrupt at train.py:1 in <module>\n'
     """
     if text.split()[-1] != b"KeyboardInterrupt":
         return text
-    frames = [frame for frame in _FRAME.findall(text) if not frame[0].startswith(_LIBRARIES)]
+    import sysconfig
+
+    libraries = (b"<frozen ", *{os.fsencode(f"{path}/") for path in sysconfig.get_paths().values()})
+    frames = [found for found in _FRAME.findall(text) if not found[0].startswith(libraries)]
     return b"KeyboardInterrupt at %b:%b in %b\n" % frames[-1] if frames else b"KeyboardInterrupt\n"
 
 
 def _spawn(start: Start) -> tuple[int, int | None, int, int]:
-    """Start the rank; return its process id, where its input is written, and where its output is read."""
+    """Start the rank. Return its process id, and the pipes of its input, output and error output."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
@@ -289,7 +307,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
     elif start.stdin == "null":
         its_in = os.open(os.devnull, os.O_RDONLY)
     guard = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal meets the rank or its default action
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the rank has the default actions
     pid = os.fork()
     if pid == 0:
         try:
@@ -320,7 +338,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
 
 
 def _enter(folder: str | None) -> None:
-    """Go where the launcher is: an mpirun falls back on another folder where there is no such."""
+    """Change to the launcher's folder, since an mpirun may choose another one."""
     try:
         os.chdir(folder or ".")
     except OSError as error:
@@ -329,16 +347,16 @@ def _enter(folder: str | None) -> None:
 
 
 def _orphans(rank: int) -> list[int]:
-    """Return what the rank started and left to us, after collecting those of them that have ended."""
+    """Return the orphans of the rank that live, and collect the others."""
     try:
         listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    except OSError:  # a kernel without this list
+    except OSError:  # the kernel has no such list
         return []
     return [pid for pid in map(int, listed) if pid != rank and os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
 def _kill_all(rank: int) -> None:
-    """Kill the rank, its session and the orphans it leaves, each of which brings up its own children."""
+    """Kill the rank, its session and its orphans. The children of an orphan become orphans too."""
     end = time.monotonic() + 0.5
     for kill in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -353,6 +371,6 @@ def _kill_all(rank: int) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, LaunchError) as failure:
+    except (OSError, WireError) as failure:
         where = f"the launcher at {' '.join(sys.argv[1:2])}"
         sys.exit(f"aiodist: the guard of a rank on {socket.gethostname()} lost or never reached {where}: {failure}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from aiodist.control.wire import MAX_FRAME
 from aiodist.errors import OperationTimeout, RemoteError
+from aiodist.frames import MAX_FRAME
 from aiodist.testing.seams.channel import Channel, connect, exchange, host, in_process
 
 SIZE = 3

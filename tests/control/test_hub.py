@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from aiodist.control.link import Hello, Link, Pulse, dial
-from aiodist.control.roster import HUB, Refused
-from aiodist.control.wire import Kind, frame, pack
+from aiodist.control.link import Link, Pulse, dial
+from aiodist.control.roster import HUB
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+from aiodist.frames import Kind, frame, pack
+from aiodist.handshake import Hello, Refused
 from aiodist.testing import FakeClockLoop
 from aiodist.testing.seams.channel import Hub, SocketChannel, connect, host
 from tests.support.news import News
@@ -53,7 +54,7 @@ async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
     """A stranger that lets everybody in cannot prove that it knows the token."""
 
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 3", b"challenge"])))
+        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 4", b"challenge"])))
         writer.write(frame(Kind.WELCOME, body=pack([b"a guess", {"heartbeat": 30, "host_rank": None}])))
         await reader.read()
         writer.close()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from aiodist.errors import ConfigError
+from aiodist.frames import Kind
 from aiodist.launch.output import Console, Lines, Logs, Notices
-from aiodist.launch.wire import Kind
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -11,7 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_THE_ROOT = ("handles", "streams", "nn")
-LIGHT = ("env", "errors", "types", "handles", "schedules", "control", "launch")  # load neither torch nor mpi4py
+LIGHT = (
+    "env",
+    "errors",
+    "frames",
+    "handshake",
+    "types",
+    "handles",
+    "schedules",
+    "control",
+    "launch",
+)  # no torch, no MPI
 
 
 def folders_with_code() -> dict[str, Path]:

@@ -27,7 +27,7 @@ RULES = {
     "collectives": "choice.availability choice.selector choice.table cuda.staging hierarchical implementations "
     "endpoint scheduled",
     "communicator": "claims conversation facts fingerprint levels messages oplog",
-    "control": "generations roster wire",
+    "control": "generations roster",
     "data": "nesting queue_machine shards",
     "doctor": "findings",
     "launch": "tracebacks verdict",
@@ -44,6 +44,8 @@ TESTED_IN = {
     "collectives": {"collectives", "communicator", "gpu"},
     "control": {"control", "launch"},
     "doctor": {"launch"},
+    "frames": {"control", "launch"},
+    "handshake": {"control", "launch"},
     "schedules": {"bench", "collectives", "communicator", "lifecycle", "schedules"},
     "threads": {"handles", "streams"},
     "topology": {"communicator", "control", "launch"},
@@ -60,9 +62,9 @@ PARTS = {
     "files, and how they are written": "checkpoints.folders checkpoints.writer "
     "collectives.choice.tablefile launch.scratch",
     "the launcher and the doctor, with processes of the test": "launch.commands launch.discover launch.elastic "
-    "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.wire launch.worker "
+    "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.start launch.worker "
     "doctor.ask doctor.here doctor.hosts world.pinning",
-    "the control channel, with sockets of the test": "control.link control.places",
+    "the control channel, with sockets of the test": "control.link control.places frames handshake",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls nn.buckets ps.pool threads world.isolation",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.control.wire import MAX_FRAME, FrameReader, Kind, WireError, frame, pack, unpack
+from aiodist.frames import MAX_FRAME, FrameReader, Kind, WireError, frame, pack, unpack
 
 
 @pytest.mark.parametrize(
