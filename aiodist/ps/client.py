@@ -16,8 +16,9 @@ from aiodist.handles.kernel import Transfer, transfers
 from aiodist.ps.answers import Freed
 from aiodist.ps.coalescer import Handler
 from aiodist.ps.context import Context
+from aiodist.ps.encoding import Codes
 from aiodist.ps.names import NameEntry
-from aiodist.ps.requests import Codes, RequestQueue
+from aiodist.ps.requests import RequestQueue
 from aiodist.ps.settings import Span
 from aiodist.ps.traffic import Pulls, Pushes
 from aiodist.ps.wire import Kind

@@ -44,15 +44,12 @@ class _Sizes(NamedTuple):
     """Size from which a frame takes no more entries."""
     fixed: int
     """Size of each sent frame if a receive must be as long as its message, else 0."""
-
-    @property
-    def longest(self) -> int:
-        """Longest part of an entry in one frame, a multiple of eight bytes."""
-        return self.room - FRAME.size - ENTRY.size
+    longest: int
+    """Longest part of an entry in one frame, a multiple of eight bytes."""
 
 
-_SHORT_RECEIVES = _Sizes(64 << 10, 16 << 10, 0)
-_FIXED_RECEIVES = _Sizes(4 << 10, 4 << 10, 4 << 10)
+_SHORT_RECEIVES = _Sizes(64 << 10, 16 << 10, 0, (64 << 10) - FRAME.size - ENTRY.size)
+_FIXED_RECEIVES = _Sizes(4 << 10, 4 << 10, 4 << 10, (4 << 10) - FRAME.size - ENTRY.size)
 
 Handler = Callable[[int, memoryview], object]
 """Takes the rank and the body of an entry, which no other code uses."""

@@ -137,7 +137,10 @@ class Machine(ABC):
         Raises ValueError for a client that is no worker, and for a base that was never a version.
         """
         worker, number, base = event
-        if number <= self._last_of(worker):
+        last = self._last.get(worker)
+        if last is None:
+            raise self._not_worker(worker)
+        if number <= last:
             return [Drop(worker, number)]
         if not 0 <= base <= self.version:
             # Nothing that was served can have said so: the worker speaks of another tensor, or of another run.
@@ -187,7 +190,8 @@ class Machine(ABC):
         When nobody is present all pushes that are held come out; reads of versions to come stay. Who rests or has left:
         nothing happens.
         """
-        self._last_of(worker)
+        if worker not in self._last:
+            raise self._not_worker(worker)
         actions: list[Action] = []
         if worker in self.present:
             self.present.remove(worker)
@@ -214,11 +218,8 @@ class Machine(ABC):
     def _over(self) -> bool:
         return not (self.present or self.resting)
 
-    def _last_of(self, worker: int) -> int:
-        try:
-            return self._last[worker]
-        except KeyError:
-            raise ValueError(f"client {worker} is no worker: expected one of {list(self.held)}") from None
+    def _not_worker(self, client: int) -> ValueError:
+        return ValueError(f"client {client} is no worker: expected one of {list(self.held)}")
 
     def _go_on(self, actions: list[Action]) -> None:
         while pushes := self._next():

@@ -1,36 +1,55 @@
-"""A client's requests: what waits for them, the queue in which they leave, and what is kept between codes."""
+"""A client's requests: the calls of the user that wait for them, and the queue in which they leave."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done
-from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.communicator.claims import Claim, release
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Operation
+from aiodist.handles.tracing import tracing
 from aiodist.ps.coalescer import keep
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
-from aiodist.ps.rules import RULES, Rule
-from aiodist.ps.wire import Way, as_bytes
 
 
-class UserCall:
-    """A call of the user: its handle is done after all of its parts have ended, when its buffers are free."""
+class Ends(Protocol):
+    """The call that a request is a part of."""
 
-    __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_result", "handle", "seconds", "version")
+    def part_over(self, error: BaseException | None = None) -> bool:
+        """End one part. Return True for the last part."""
+
+
+class Reported:
+    """A single request, whose end is reported to `done`."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Done) -> None:
+        self._done = done
+
+    def part_over(self, error: BaseException | None = None) -> bool:
+        """See `Ends`."""
+        self._done(error)
+        return False
+
+
+class UserCall(Operation[Any]):
+    """A call of the user. Its handle is done after the end of all parts, when its buffers are free."""
+
+    __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_result", "seconds", "version")
 
     def __init__(
         self,
@@ -40,9 +59,9 @@ class UserCall:
         result: Callable[[], Any] | None = None,
         landings: Sequence[Callable[[Done], None]] = (),
     ) -> None:
-        """`result` makes what the handle returns; the claims are the operation's now.
+        """The call owns `claims` from now on. `result` makes the result of the handle.
 
-        `landings` are made when all parts are over: they copy to devices what has come for these.
+        `landings` copy data that have arrived to devices, after the end of all parts.
         """
         self.handle = handle
         self._left = parts
@@ -51,19 +70,22 @@ class UserCall:
         self._result = result
         self._error: BaseException | None = None
         self._began = perf_counter()
-        Operation.of(handle).follow("parameter server")
+        if tracing.to is not None:
+            self.follow("parameter server")
         self.seconds = 0.0
+        """Time from the call to its end."""
         self.version: int | None = None
-        """The lowest that a part of it read."""
+        """Lowest version that a part has read, or None."""
 
     def read(self, version: int) -> None:
+        """Note the version that a part has read."""
         self.version = version if self.version is None else min(self.version, version)
 
     def _landed(self, error: BaseException | None) -> None:
         self.part_over(error)
 
     def part_over(self, error: BaseException | None = None) -> bool:
-        """One part is over; True when that was the last."""
+        """End one part. Return True for the last part."""
         self._error = self._error or error
         self._left -= 1
         if self._left:
@@ -75,33 +97,36 @@ class UserCall:
                 land(self._landed)
             return not self._left
         self.seconds = perf_counter() - self._began
-        release(self._claims)
-        self._claims = ()
-        operation = Operation.of(self.handle)
-        operation.set_version(self.version)
-        if self.handle.done():
+        if self._claims:
+            release(self._claims)
+            self._claims = ()
+        if self.version is not None:
+            self.set_version(self.version)
+        if not self.is_pending:
             return True
         if self._error is not None:
-            operation.reject(self._error)
+            self.reject(self._error)
             return True
+        make, self._result = self._result, None  # the result refers to the parts, which refer to this call
         try:
-            result = None if self._result is None else self._result()
-            self._result = None  # it knows the parts, which know this
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            operation.reject(error)
+            result = None if make is None else make()
+        except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the handle
+            self.reject(error)
         else:
-            operation.resolve(result)
+            self.resolve(result)
         return True
 
 
 @dataclass(eq=False, slots=True)
 class PushPart:
-    """A push of one tensor: `applying` and, where they accept first, `accepting` are the servers yet to say so."""
+    """A push of one tensor."""
 
-    over: Done
+    operation: Ends
     entry: NameEntry
     applying: set[int]
+    """Servers that have not applied the push."""
     accepting: set[int] | None = None
+    """Servers that have not accepted the push, or None if the handle waits until the push is applied."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,15 +137,15 @@ class PullPart:
     entry: NameEntry
     nbytes: int
     place: Callable[[int], Tensor] | None = None
-    """Where the data of a server come to, flat; None for an object."""
+    """Function that returns the flat memory for the data of a server, or None for an object."""
     ids: Mapping[int, Tensor] = field(default_factory=dict)
-    """Of a table: the rows that are asked of each server; they lie still until it is over."""
+    """Ids of the rows of a table, by server, unchanged until the end."""
     left: set[int] = field(init=False)
-    """The servers that have not answered."""
+    """Servers that have not answered."""
     copying: set[int] = field(default_factory=set)
-    """The servers whose data the service thread writes just now."""
+    """Servers whose data the service thread copies now."""
     value: Tensor | None = None
-    """The code of an object."""
+    """Code of an object."""
     version: int | None = None
     error: BaseException | None = None
 
@@ -128,19 +153,28 @@ class PullPart:
         self.left = {span.rank for span in self.entry.spans}
 
     def fill(self, src: int, t: Tensor) -> None:
+        """Copy the data of server `src`."""
         if self.place is None:
             self.value = t.clone()
         else:
             copy(self.place(src).view(torch.uint8), t.view(torch.uint8))
 
 
-Sender = Callable[[], object]
-"""Puts a request, or a part of one, into the coalescer; called with the transport lock held."""
+class Entry(NamedTuple):
+    """One server's entry of a request."""
+
+    dst: int
+    kind: int
+    number: int
+    head: bytes
+    data: bytes = b""
+    message: Tensor | None = None
+    """Flat uint8 data that travel as a separate message, or None."""
 
 
 @dataclass(eq=False, slots=True)
 class _Late:
-    """A request that is being made; `then(error)` sends it, once it is ready and first in its line."""
+    """A request that is being made. `then(error)` sends it, once ready and first in the line."""
 
     then: Done
     ready: bool = False
@@ -148,50 +182,54 @@ class _Late:
 
 
 class RequestQueue:
-    """Numbers requests, and has them leave in order: issued on the loop's thread, sent with the transport lock held."""
+    """Numbers requests, and sends them in order.
+
+    Requests are issued on the loop's thread, and sent with the transport lock held.
+    """
 
     def __init__(self, context: Context, lost: Callable[[int], None], first: int) -> None:
-        """`lost(rank)` is told of a request to a rank that is gone; `first` is the number of the first one."""
+        """`lost` takes the rank of a request to a lost server. `first` is the number of the first request."""
         self.context = context
         self._lost = lost
         self._numbers = count(first)
         self._line: deque[_Late] = deque()
-        """What leaves in this order; added to on the loop's thread, taken from with the transport lock held."""
-        self._gathered: list[Sender] | None = None
+        """Requests that are being made, in order. The loop's thread adds, and the holder of the lock takes."""
+        self._gathered: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
 
     def number(self) -> int:
+        """Return the next number."""
         return next(self._numbers)
 
     @property
-    def behind(self) -> bool:
+    def waits(self) -> bool:
+        """True if a request is being made, so that later ones wait."""
         return bool(self._line)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Have what is issued in the block leave at once, in as few frames as may be; no such block lies in another."""
-        gathered: list[Sender] = []
-        self._gathered = gathered
+        """Send the requests of a block together, in as few frames as possible. Blocks are not nested."""
+        gathered = self._gathered = []
         try:
             yield
         finally:
             self._gathered = None
             if gathered:
-                self.issue(gathered)
+                self.issue(self._make_all, gathered)
 
-    def issue(self, senders: Sequence[Sender]) -> None:
-        """Send requests now, or behind those that are being encoded, or copied from a device."""
+    def issue(self, call: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
+        """Make a call, which puts requests, after those that are being made. Then send all."""
         if self._gathered is not None:
-            self._gathered.extend(senders)
-        elif self.behind:
-            self.issue_later(lambda done: done(None), lambda _: self.send(senders))
+            self._gathered.append((call, args))
+        elif self._line:
+            self.issue_later(lambda done: done(None), lambda _: self._make(call, *args))
         else:
-            self.context.progress.start(partial(self.send, senders))
+            self.context.progress.start(self._make, call, *args)
 
     def issue_later(self, begin: Callable[[Done], None], then: Done) -> None:
-        """Have `begin(done)` make a request, and then `then(error)` send it; what comes later waits behind."""
+        """Let `begin(done)` make a request, and then `then(error)` send it. Later requests wait."""
         if gathered := self._gathered:
             self._gathered = None
-            self.issue(gathered[:])
+            self.issue(self._make_all, gathered[:])
             gathered.clear()
             self._gathered = gathered
         late = _Late(then)
@@ -205,142 +243,27 @@ class RequestQueue:
 
         self.context.progress.start(partial(begin, over))
 
-    def send(self, senders: Sequence[Sender]) -> None:
-        for sender in senders:
-            sender()
+    def _make(self, call: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
+        call(*args)
         self.context.coalescer.flush()
 
-    def put(self, dst: int, kind: int, head: bytes, data: bytes = b"") -> None:
-        """Put one entry, unless its rank is gone; with the transport lock held."""
-        if dst in self.context.gone:
-            self._lost(dst)
-        else:
-            self.context.coalescer.put(dst, kind, head, data, request=True)
+    def _make_all(self, calls: Sequence[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
+        for call, args in calls:
+            call(*args)
 
-    def sender(self, dst: int, number: int, kind: int, head: bytes, t: Tensor, way: Way) -> Sender:
-        """Return what puts an entry whose data are those of `t`: inline, in a message, or where `head` says."""
-        put = partial(self.put, dst, kind, head, as_bytes(t) if way is Way.INLINE else b"")
-        if way is not Way.MESSAGE:
-            return put
-
-        def send() -> None:
-            put()
-            if dst not in self.context.gone:
-                self.context.coalescer.send(t.view(torch.uint8), dst, number, partial(keep, t))
-
-        return send
+    def put(self, entries: Sequence[Entry]) -> None:
+        """Put the entries of a request into the coalescer, except those for lost servers (transport lock held)."""
+        coalescer, gone = self.context.coalescer, self.context.gone
+        for dst, kind, number, head, data, message in entries:
+            if dst in gone:
+                self._lost(dst)
+                continue
+            coalescer.put(dst, kind, head, data, request=True)
+            if message is not None:
+                coalescer.send(message, dst, number, partial(keep, message))
 
     def located(self, error: BaseException) -> BaseException:
+        """Return `error`, which names this rank and parameter server from now on."""
         if isinstance(error, AiodistError):
             error.located(rank=self.context.rank, comm=self.context.name, op=None)
         return error
-
-
-_Part = tuple[int, int]  # key of the tensor, rank of the server
-
-
-@dataclass(eq=False, slots=True)
-class _Code:
-    """One that is to come: `raw` once it is there, or why it never will be."""
-
-    into: Tensor
-    done: Done
-    raw: Tensor | BaseException | None = None
-
-
-class Codes:
-    """What is kept between codes, by tensor and server: residuals of what went up, and what has come down.
-
-    What is encoded for this very rank would gain nothing: it goes as it is. Residuals are for sums alone, which a
-    later push completes; what other rules push is encoded by itself, and what replaces the tensor ends its residual.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.feedback = None if context.codec is None else ErrorFeedback(context.codec)
-        self._incoming = None if context.pull_codec is None else Incoming(context.pull_codec)
-        self._lines: dict[_Part, deque[_Code]] = {}
-
-    def takes(self, entry: NameEntry) -> bool:
-        if self.feedback is None or not entry.dtype.is_floating_point:
-            return False
-        return any(span.rank != self._context.rank for span in entry.spans)
-
-    def encode(
-        self, entry: NameEntry, value: Tensor, rule: Rule, alpha: float
-    ) -> tuple[list[tuple[Tensor, bool]], float]:
-        """Return for each shard what is pushed, and whether that is a code; and the alpha that is left to the server.
-
-        One call for a tensor at a time, in any thread. Residuals are of `alpha` times the value.
-        """
-        assert self.feedback is not None
-        adds = rule.combines and rule is not RULES["copy"]  # so that a later push can bring what one left out
-        if adds and alpha != 1:
-            value, alpha = value * alpha, 1.0
-        found: list[tuple[Tensor, bool]] = []
-        with self._context.timed("encode_seconds"):
-            for rank, start, stop in entry.spans:
-                part, block = (entry.key, rank), value[start:stop]
-                coded = rank != self._context.rank and rule.takes_value
-                if coded:
-                    block = self.feedback.encode(part, block) if adds else self.feedback.codec.encode(block)
-                found.append((block, coded))
-                if rule in (RULES["copy"], RULES["zero"]):
-                    self.feedback.replace(part, None)
-        return found, alpha
-
-    def residual(self, key: int, spans: Iterable[tuple[int, int, int]]) -> Tensor | None:
-        """Return a copy of all that is left out of a tensor, flat; None for nothing. In any thread."""
-        if self.feedback is None:
-            return None
-        blocks = [(self.feedback.residual((key, rank)), stop - start) for rank, start, stop in spans]
-        kind = next((block.dtype for block, _ in blocks if block is not None), None)
-        if kind is None:
-            return None
-        return torch.cat(
-            [torch.zeros(numel, dtype=kind, device="cpu") if block is None else block for block, numel in blocks]
-        )
-
-    def take(self, key: int, spans: Iterable[tuple[int, int, int]], whole: Tensor) -> None:
-        """Have that be left out of a tensor, cut for its servers."""
-        if self.feedback is not None:
-            for rank, start, stop in spans:
-                self.feedback.replace((key, rank), whole[start:stop])
-
-    def expect(self, pull: PullPart, src: int, done: Done) -> Callable[[Tensor | BaseException], None]:
-        """Have `pull` take the next code of `src`; return what to call with it, or with why it never comes.
-
-        Codes are decoded in the order of these calls, whichever is there first; `done` is called when one is.
-        """
-        assert pull.place is not None
-        part = (pull.entry.key, src)
-        code = _Code(pull.place(src), done)
-        line = self._lines.setdefault(part, deque())
-        line.append(code)
-
-        def arrived(raw: Tensor | BaseException) -> None:
-            code.raw = raw
-            # The service thread takes one after another too; a tensor's size decides for all its codes.
-            while line and (first := line[0]).raw is not None:
-                line.popleft()
-                if isinstance(first.raw, BaseException):
-                    first.done(first.raw)
-                else:
-                    decode = partial(self._decode, part, first.into, first.raw)
-                    self._context.service.do(first.into.nbytes, decode, first.done)
-
-        return arrived
-
-    def _decode(self, part: _Part, into: Tensor, raw: Tensor) -> None:
-        assert self._incoming is not None
-        with self._context.timed("decode_seconds"):
-            copy(into, self._incoming.decode(part, raw, into.dtype, into.numel()))
-
-    def forget(self, entry: NameEntry) -> None:
-        for span in entry.spans:
-            part = (entry.key, span.rank)
-            self._lines.pop(part, None)
-            if self.feedback is not None:
-                self.feedback.replace(part, None)
-            if self._incoming is not None:
-                self._incoming.forget(part)

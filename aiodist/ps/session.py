@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import _get_running_loop
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -61,6 +62,8 @@ class ParameterServerSession:
         self.parent = coll
         self.settings = settings
         self._timeout = check_timeout(timeout)
+        self.timeout = self._timeout
+        """Default timeout of calls, in seconds, or None: by default that of the communicator."""
         self._refusal: AiodistError | RuntimeError | None = RuntimeError(
             "the parameter server is not open: use `async with`"
         )
@@ -107,6 +110,7 @@ class ParameterServerSession:
     async def _bind(self, coll: Communicator, me: ServerMember) -> list[ServerMember]:
         """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
         self.coll = await duplicate(coll)
+        self.timeout = coll.timeout if self._timeout is None else self._timeout
         alike = False
         try:
             told = await self.told({"settings": self.settings.described(), "me": asdict(me)})
@@ -365,27 +369,25 @@ class ParameterServerSession:
 
     # --- handles ---------------------------------------------------------------------------------------------
 
-    @property
-    def timeout(self) -> float | None:
-        """Default timeout of calls, in seconds: by default that of the communicator."""
-        return self.parent.timeout if self._timeout is None else self._timeout
-
     def check(self) -> None:
+        """Raise if the parameter server refuses calls, or if the calling thread or loop is wrong."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        self.check_loop()
+        if _get_running_loop() is not self.progress.loop:
+            self.check_loop()
 
     def check_loop(self) -> None:
         self.progress.check_here(f"parameter server {self.coll.name!r}")
 
     def check_worker(self, what: str) -> None:
-        if self.parent.rank not in self.settings.workers:
+        if self.context.rank not in self.context.workers:
             told = list(self.settings.workers)
             raise ValueError(f"{what} on rank {self.parent.rank}: expected a worker, one of {told}")
 
     def handle(self, op: str, nbytes: int, timeout: float | None, depth: int = 3) -> Handle[Any]:
-        """Return the handle of a call that the caller of our caller makes, or one that is so many frames up."""
-        check_timeout(timeout)
+        """Return the handle of a call that is made `depth` frames up."""
+        if timeout is not None:
+            check_timeout(timeout)
         handle: Handle[Any] = Handle(self.progress, op, self._seq, nbytes, whence(depth), self.account)
         self._seq += 1
         seconds = self.timeout if timeout is None else timeout
@@ -415,10 +417,8 @@ class ParameterServerSession:
             else:
                 operation.reject(self.client.queue.located(error))
 
-        if now:
-            self.progress.start(lambda: run(make(), finish))
-        else:
-            self.client.queue.issue((lambda: run(make(), finish),))
+        begin = self.progress.start if now else self.client.queue.issue
+        begin(lambda: run(make(), finish))
         return handle
 
 

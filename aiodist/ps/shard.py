@@ -356,7 +356,8 @@ class Shard(Block):
         for push in pushes:
             self.marks[push.client] = push.number
             if error is None:
-                self._answers.recycle(push)
+                if push.buffer is not None:
+                    self._answers.recycle(push)
                 self._answers.done(push, Stage.APPLIED)
             else:
                 self._answers.refuse(push, error)

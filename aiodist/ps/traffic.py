@@ -1,4 +1,4 @@
-"""A client's pushes and pulls, from the call until servers have applied them, or the data are there."""
+"""A client's pushes and pulls, from the call until servers have applied them, or the data have arrived."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from aiodist.backends.base import Done
 from aiodist.errors import AiodistError, CommunicatorError, PeerLost
 from aiodist.handles import Account, Handle, Operation
 from aiodist.ps import wire
-from aiodist.ps.context import Context
+from aiodist.ps.encoding import Codes
 from aiodist.ps.log import LoggedPush
 from aiodist.ps.names import NameEntry
-from aiodist.ps.requests import Codes, PullPart, PushPart, RequestQueue, Sender, UserCall
+from aiodist.ps.requests import Ends, Entry, PullPart, PushPart, Reported, RequestQueue, UserCall
 from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.settings import Span
-from aiodist.ps.wire import FILL, Kind, Reads, Stage, Way
+from aiodist.ps.wire import FILL, Kind, Reads, Stage, Way, as_bytes
 
 _PUSH = int(Kind.PUSH)
+_INLINE = int(Way.INLINE)
 _Blocks = Sequence[tuple[Tensor, bool]]
-"""What each server gets, and whether it is a code."""
+"""Each server's block, with True for a code."""
 
 
 class Pushes:
-    """`push` and `sync` are called on the loop's thread; the rest runs with the transport lock held."""
+    """The pushes of one client. `push` and `sync` run on the loop's thread, the rest with the transport lock held."""
 
     def __init__(self, queue: RequestQueue, codes: Codes) -> None:
         self._queue = queue
@@ -36,42 +37,44 @@ class Pushes:
         self._log = queue.context.log
         self._parts: dict[int, PushPart] = {}
         self._line: deque[int] = deque()
-        """The numbers of pushes, from the first on for which a sync waits."""
+        """Numbers of pushes, from the first one that a sync waits for."""
         self._open: set[int] = set()
-        """Those for which a sync waits."""
+        """Numbers of the pushes that a sync waits for."""
         self._last = 0
         self._syncs: deque[tuple[int, Handle[None], Account]] = deque()
         self._late_error: BaseException | None = None
+        """Error of a push whose handle was done."""
         self._refusal: AiodistError | None = None
 
-    # --- going up --------------------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------------------
 
     def push(self, operation: UserCall, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
-        """Push flat `value`; copied now where it is small and on the host, else the operation's until it is over."""
+        """Push flat `value`. A small value on the host is copied now, otherwise the push owns it until the end."""
         number = self._begin(operation, entry, value.nbytes)
-        value, fetch = self._context.staged(value)
-        if self._codes.takes(entry):
-            if self._queue.behind and value.nbytes <= self._context.coalescer.inline_bytes:
-                value = value.clone()  # it is the user's again when the call returns
+        fetch = None
+        if not value.is_cpu:
+            value, fetch = self._context.staged(value)
+        if self._codes.feedback is not None and self._codes.takes(entry):
+            if self._queue.waits and value.nbytes <= self._context.coalescer.inline_bytes:
+                value = value.clone()  # the user may change it after the call
             encode = partial(self._codes.encode, entry, value, self._context.rules[rule], alpha)
             self._encode(number, entry, value.nbytes, encode, rule, fetch)
+            return
+        spans = entry.spans  # the one span of an object does not have the length of its code
+        if len(spans) == 1 and self._log is None and fetch is None:
+            self._queue.issue(self._queue.put, (self._entry(number, entry, spans[0], value, rule, alpha, False),))
+            return
+        blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
+        plain = [(block, False) for block in blocks]
+        if fetch is None:
+            self._queue.issue(self._put, *self._made(number, entry, plain, rule, alpha))
         else:
-            # The one span of an object does not say how long its code is.
-            spans = entry.spans
-            if len(spans) == 1 and self._log is None and fetch is None:  # what `_senders` does, for small ones
-                self._queue.issue((self._sender(number, entry, spans[0], value, rule, alpha, False),))
-                return
-            blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
-            plain = [(block, False) for block in blocks]
-            if fetch is None:
-                self._queue.issue(self._senders(number, entry, plain, rule, alpha))
-            else:
-                self._encode(number, entry, value.nbytes, lambda: (plain, alpha), rule, fetch)
+            self._encode(number, entry, value.nbytes, lambda: (plain, alpha), rule, fetch)
 
     def push_rows(
         self, operation: UserCall, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
     ) -> None:
-        """Push `nbytes` of rows of a table; `pack` returns each server's block, in order, in any thread."""
+        """Push `nbytes` of rows of a table. `pack` returns each server's block, in order, in any thread."""
         number = self._begin(operation, entry, nbytes)
         self._encode(number, entry, nbytes, lambda: ([(block, False) for block in pack()], 1.0), rule)
 
@@ -84,9 +87,9 @@ class Pushes:
         rule: int,
         fetch: Callable[[Done], None] | None = None,
     ) -> None:
-        """Send what `encode` makes of so many bytes, with its alpha, once `fetch` is done, which brings them.
+        """Send the blocks that `encode` returns with their alpha, after `fetch` has brought the values to the host.
 
-        At once, or in the service thread; then what comes after it is kept behind it.
+        Small values are encoded inline, others in the service thread, and later requests wait.
         """
         found: list[tuple[_Blocks, float]] = []
 
@@ -98,7 +101,8 @@ class Pushes:
                 self.refuse(number, error)
             elif number in self._parts:
                 blocks, alpha = found[0]
-                self._queue.send(self._senders(number, entry, blocks, rule, alpha))
+                self._put(*self._made(number, entry, blocks, rule, alpha))
+                self._context.coalescer.flush()
 
         def begin(done: Done) -> None:
             self._context.service.run(work, done)
@@ -108,76 +112,87 @@ class Pushes:
 
         if fetch is not None:
             self._queue.issue_later(lambda done: fetch(partial(fetched, done)), over)
-        elif nbytes > LIGHT_BYTES or self._queue.behind:
+        elif nbytes > LIGHT_BYTES or self._queue.waits:
             self._queue.issue_later(begin, over)
         elif (error := error_of(work)) is not None:
-            self._queue.issue((partial(self.refuse, number, error),))
+            self._queue.issue(self.refuse, number, error)
         else:
-            self._queue.issue(self._senders(number, entry, found[0][0], rule, found[0][1]))
+            self._queue.issue(self._put, *self._made(number, entry, found[0][0], rule, found[0][1]))
 
-    def _senders(self, number: int, entry: NameEntry, blocks: _Blocks, rule: int, alpha: float) -> list[Sender]:
-        senders: list[Sender] = [
-            self._sender(number, entry, span, block, rule, alpha, coded)
+    def _made(
+        self, number: int, entry: NameEntry, blocks: _Blocks, rule: int, alpha: float
+    ) -> tuple[NameEntry, list[Entry], LoggedPush | None]:
+        """Return the arguments of `_put` for a push of all blocks."""
+        entries = [
+            self._entry(number, entry, span, block, rule, alpha, coded)
             for span, (block, coded) in zip(entry.spans, blocks, strict=True)
         ]
-        if self._log is not None:
-            with torch.inference_mode(False):
-                kept = [
-                    (block if coded else block.clone(), span.stop - span.start if coded else None)
-                    for span, (block, coded) in zip(entry.spans, blocks, strict=True)
-                ]
-            senders.insert(0, partial(self._log.add, entry.name, LoggedPush(number, rule, alpha, kept)))
-        return senders
+        if self._log is None:
+            return entry, entries, None
+        with torch.inference_mode(False):
+            kept = [
+                (block if coded else block.clone(), span.stop - span.start if coded else None)
+                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+            ]
+        return entry, entries, LoggedPush(number, rule, alpha, kept)
+
+    def _put(self, entry: NameEntry, entries: Sequence[Entry], logged: LoggedPush | None) -> None:
+        if logged is not None and self._log is not None:
+            self._log.add(entry.name, logged)
+        self._queue.put(entries)
 
     def again(self, entry: NameEntry, push: LoggedPush, blocks: Sequence[Tensor]) -> None:
-        """Push once more what may not have counted; an error of it is raised by the next sync."""
+        """Repeat a push that may not have counted. The next sync raises its error."""
+        self._wait(push.number, entry, Reported(self._note_late))
+        plain = [(block, False) for block in blocks]
+        _, entries, _ = self._made(push.number, entry, plain, push.rule, push.alpha)
+        self._queue.issue(self._queue.put, entries)
 
-        def over(error: BaseException | None) -> None:
-            self._late_error = self._late_error or error
-
-        self._wait(push.number, entry, over)
-        self._queue.issue(
-            [
-                self._sender(push.number, entry, span, block, push.rule, push.alpha, False)
-                for span, block in zip(entry.spans, blocks, strict=True)
-            ]
-        )
+    def _note_late(self, error: BaseException | None) -> None:
+        self._late_error = self._late_error or error
 
     def _begin(self, operation: UserCall, entry: NameEntry, nbytes: int) -> int:
-        """Number a push, and have it wait for the servers of `entry`."""
+        """Number a push, which waits for the servers of `entry`."""
         number = self._queue.number()
-        self._wait(number, entry, partial(self._over, operation))
+        self._wait(number, entry, operation)
         counts = self._context.counts
         counts["pushes"] += 1
         counts["push_bytes"] += nbytes
         return number
 
-    def _wait(self, number: int, entry: NameEntry, over: Done) -> None:
-        servers = {span.rank for span in entry.spans}
-        accepting = servers.copy() if self._context.policy.accepts else None
-        self._parts[number] = PushPart(over, entry, servers, accepting)
+    def _wait(self, number: int, entry: NameEntry, operation: Ends) -> None:
+        ranks = [span.rank for span in entry.spans]
+        accepting = set(ranks) if self._context.policy.accepts else None
+        self._parts[number] = PushPart(operation, entry, set(ranks), accepting)
         self._open.add(number)
-        self._line.append(number)  # in this order: what is in the line alone is over
+        self._line.append(number)  # in this order: a number that is only in the line has ended
         entry.open.add(number)
         self._last = number
 
-    def _sender(
+    def _entry(
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, coded: bool
-    ) -> Sender:
-        dst, nbytes = span.rank, value.nbytes
-        way, place = self._context.shared.way_to(dst, value)
-        head = wire.pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
-        if way is not Way.MEMORY and dst != self._context.rank and rule != FILL:
-            self._context.counts["push_sent_bytes"] += nbytes
-        return self._queue.sender(dst, number, _PUSH, head, value, way)
+    ) -> Entry:
+        dst, nbytes, context = span.rank, value.nbytes, self._context
+        if nbytes <= context.coalescer.inline_bytes:
+            head = wire.pack_push(entry.key, rule, _INLINE, coded, number, entry.base, alpha, nbytes, 0, 0)
+            made = Entry(dst, _PUSH, number, head, as_bytes(value))
+            way = Way.INLINE
+        else:
+            way, place = context.shared.way_to(dst, value)
+            head = wire.pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
+            made = Entry(dst, _PUSH, number, head, b"", value.view(torch.uint8) if way is Way.MESSAGE else None)
+        if way is not Way.MEMORY and dst != context.rank and rule != FILL:
+            context.counts["push_sent_bytes"] += nbytes
+        return made
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
+        """Send the first values of a block."""
         number = self._queue.number()
-        self._parts[number] = PushPart(done, entry, {span.rank})
-        self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0, False)()
+        self._parts[number] = PushPart(Reported(done), entry, {span.rank})
+        self._queue.put((self._entry(number, entry, span, value[span.start : span.stop], FILL, 1.0, False),))
         self._context.coalescer.flush()
 
-    # --- what servers say ------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------
 
     def done(self, src: int, body: memoryview) -> None:
         """Server `src` reports the stage of a push."""
@@ -186,12 +201,12 @@ class Pushes:
         if part is None:
             return
         if stage == Stage.ACCEPTED:
-            if part.accepting is None:  # it is held there for other workers' pushes
+            if part.accepting is None:  # the server holds the push for those of other workers
                 self._passed(number)
             elif part.accepting:
                 part.accepting.discard(src)
                 if not part.accepting:
-                    self._done(number, part, None)
+                    self._finish(number, part, None)
             return
         if self._log is not None and stage == Stage.DROPPED:
             self._log.forget(part.entry.name, number)
@@ -199,70 +214,71 @@ class Pushes:
         if not part.applying:
             del self._parts[number]
             if part.accepting is None:
-                self._done(number, part, None)
+                self._finish(number, part, None)
             part.entry.part_over(number)
 
     def refuse(self, number: int, error: BaseException) -> bool:
-        """A push failed: its handle says so, or, where that is done already, the next sync. False: it is none."""
+        """End a push with an error, on its handle, or at the next sync if the handle is done. False: no such push."""
         part = self._parts.pop(number, None)
         if part is None:
             return False
         error = self._queue.located(error)
         if self._log is not None and not isinstance(error, PeerLost | CommunicatorError):
-            self._log.forget(part.entry.name, number)  # else it comes again
+            self._log.forget(part.entry.name, number)  # else the push is repeated
         if part.accepting is not None and not part.accepting:
-            self._late_error = self._late_error or error
+            self._note_late(error)
         else:
-            self._done(number, part, error)
+            self._finish(number, part, error)
         part.entry.part_over(number)
         return True
 
-    def _done(self, number: int, part: PushPart, error: BaseException | None) -> None:
-        part.over(error)
+    def _finish(self, number: int, part: PushPart, error: BaseException | None) -> None:
+        """End a push for its call and for syncs."""
+        if part.operation.part_over(error) and isinstance(part.operation, UserCall):
+            self._context.counts["push_seconds"] += part.operation.seconds
         self._passed(number)
 
     def _passed(self, number: int) -> None:
-        """No sync waits for a push any more."""
+        """End a push for syncs."""
         self._open.discard(number)
         while self._line and self._line[0] not in self._open:
             self._line.popleft()
-        self._look()
+        if self._syncs:
+            self._check_syncs()
 
-    def _over(self, operation: UserCall, error: BaseException | None) -> None:
-        if operation.part_over(error):
-            self._context.counts["push_seconds"] += operation.seconds
-
-    # --- waiting for them ------------------------------------------------------------------------------------
+    # --- waits -----------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
+        """True while a push is not applied."""
         return bool(self._parts)
 
     def late(self) -> dict[int, str]:
+        """Return the servers for which pushes wait, each with a push."""
         return {rank: f"push of {part.entry}" for part in list(self._parts.values()) for rank in list(part.applying)}
 
     def late_error(self) -> BaseException | None:
-        """Return what made a push fail whose handle was done, once; else why nothing can be pushed any more."""
+        """Return the error of a push whose handle was done, once; or the reason why no push is possible."""
         error, self._late_error = self._refusal or self._late_error, None
         return error
 
     def sync(self, handle: Handle[None], account: Account) -> None:
-        """Resolve `handle` when servers have all pushes issued so far; `account` is told of it."""
+        """Resolve `handle` when servers have all pushes so far, which `account` then counts as awaited."""
         waiting = (self._last, handle, account)
 
-        def look() -> None:
+        def wait() -> None:
             self._syncs.append(waiting)
-            self._look()
+            self._check_syncs()
 
-        self._context.progress.start(look)
+        self._context.progress.start(wait)
 
-    def _look(self) -> None:
+    def _check_syncs(self) -> None:
         while self._syncs and not (self._line and self._line[0] <= self._syncs[0][0]):
             _, handle, account = self._syncs.popleft()
             if handle.done():
                 continue
             error = self.late_error()
-            self._context.progress.post(partial(account.cover, handle.seq))
+            self._context.progress.post(account.cover, handle.seq)
             if error is None:
                 Operation.of(handle).resolve(None)
             else:
@@ -271,27 +287,30 @@ class Pushes:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, rank: int, error: AiodistError) -> None:
+        """End the pushes that wait for a lost server."""
         for number, part in list(self._parts.items()):
             if rank in part.applying:
                 self.refuse(number, error)
 
     def abort(self, error: AiodistError) -> None:
-        self._refusal = error  # also of syncs that were left for the lock's holder
+        """End all pushes and syncs."""
+        self._refusal = error  # also for syncs that wait for the holder of the lock
         for number in list(self._parts):
             self.refuse(number, error)
-        self._look()
+        self._check_syncs()
 
 
 class Pulls:
-    """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
+    """The pulls of one client. `pull` runs on the loop's thread, the rest with the transport lock held."""
 
     def __init__(self, queue: RequestQueue, codes: Codes) -> None:
         self._queue = queue
         self._codes = codes
-        self._context: Context = queue.context
+        self._context = queue.context
         self._parts: dict[int, PullPart] = {}
 
     def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
+        """Read from all servers of a tensor."""
         number = self._queue.number()
         entry = part.entry
         self._parts[number] = part
@@ -300,22 +319,25 @@ class Pulls:
         counts["pulls"] += 1
         counts["pull_bytes"] += part.nbytes
         head = wire.pack_pull(entry.key, reads, number, wants)
-        self._queue.issue([self._sender(number, span.rank, head, part.ids.get(span.rank)) for span in entry.spans])
+        self._queue.issue(
+            self._queue.put, [self._entry(number, span.rank, head, part.ids.get(span.rank)) for span in entry.spans]
+        )
 
-    def _sender(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Sender:
+    def _entry(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Entry:
         if ids is None:
-            return partial(self._queue.put, dst, Kind.PULL, head)
+            return Entry(dst, Kind.PULL, number, head)
         way, place = self._context.shared.way_to(dst, ids)
         head += wire.pack_ids(way, ids.nbytes, *place)
-        return self._queue.sender(dst, number, Kind.PULL, head, ids, way)
+        data = as_bytes(ids) if way is Way.INLINE else b""
+        return Entry(dst, Kind.PULL, number, head, data, ids if way is Way.MESSAGE else None)
 
-    # --- what servers say ------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------
 
     def data(self, src: int, body: memoryview) -> None:
-        """Server `src` has data for a pull, or lets us look at them."""
+        """Take the data of server `src`, or the place where they are."""
         data = wire.unpack(wire.Data, body)
         part = self._parts.get(data.number)
-        if part is None:  # all was given up
+        if part is None:  # aborted
             return
         counts, over = self._context.counts, partial(self.over, data.number, src)
         part.version = data.version if part.version is None else min(part.version, data.version)
@@ -323,7 +345,10 @@ class Pulls:
             counts["pull_bytes"] += data.nbytes
         if data.way != Way.MEMORY and src != self._context.rank:
             counts["pull_received_bytes"] += data.nbytes
-        decode = self._codes.expect(part, src, over) if data.coded else None
+        decode = None
+        if data.coded:
+            assert part.place is not None
+            decode = self._codes.expect(part.entry, src, part.place(src), over)
         if data.way == Way.MEMORY:
             self._look(part, src, data)
         elif data.way == Way.INLINE:
@@ -359,18 +384,19 @@ class Pulls:
         self._context.coalescer.receive(room, src, data.number, received)
 
     def _look(self, part: PullPart, src: int, data: wire.Data) -> None:
+        """Copy the data from the memory of the server."""
         found = self._context.shared.find(src, data.segment, data.offset, data.nbytes)
 
-        def looked(error: BaseException | None) -> None:
+        def copied(error: BaseException | None) -> None:
             if src not in self._context.gone:
                 self._context.coalescer.put(src, Kind.RELEASE, wire.pack_release(part.entry.key, data.number))
             self.over(data.number, src, error)
 
         part.copying.add(src)
-        self._context.service.do(data.nbytes, partial(part.fill, src, found), looked)
+        self._context.service.do(data.nbytes, partial(part.fill, src, found), copied)
 
     def over(self, number: int, src: int, error: BaseException | None) -> None:
-        """One server's part is there, or never will be; the buffer is the user's again when all of them are over."""
+        """End one server's part. The buffer is the user's again after all parts."""
         part = self._parts.get(number)
         if part is None:
             return
@@ -386,21 +412,25 @@ class Pulls:
             self._context.counts["pull_seconds"] += part.operation.seconds
         part.entry.part_over(number)
 
-    # --- waiting for them, and the end -------------------------------------------------------------------------
+    # --- waits, and the end ------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
+        """True while a pull waits."""
         return bool(self._parts)
 
     def late(self) -> dict[int, str]:
+        """Return the servers for which pulls wait, each with a pull."""
         return {rank: f"pull of {part.entry}" for part in list(self._parts.values()) for rank in list(part.left)}
 
     def lose(self, rank: int, error: AiodistError) -> None:
+        """End the parts of a lost server."""
         for number, part in list(self._parts.items()):
-            if rank in part.left and rank not in part.copying:  # a buffer that is written is not given back
+            if rank in part.left and rank not in part.copying:  # a thread still writes the buffer
                 self.over(number, rank, error)
 
     def abort(self, error: AiodistError) -> None:
+        """End all pulls."""
         parts, self._parts = self._parts, {}
         for number, part in parts.items():
             part.operation.part_over(error)
