@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aiodist.c10d.work import workers
+from aiodist.c10d.work import future_threads
 from aiodist.communicator import Communicator, parts_of
 from aiodist.control import connect, name_ranks
 from aiodist.control.places import TcpPlace, is_loopback, outward_host, parse
@@ -53,8 +53,9 @@ class Home:
             world = stack.enter_context(LoopThread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
         except OperationTimeout as error:  # in the words of torch's stores, which programs look for
             raise dist.DistStoreError(f"wait timeout after {1e3 * timeout:g}ms: {error}") from error
-        workers.add_group()
-        return cls(world, stack)
+        home = cls(world, stack)
+        future_threads.groups.add(id(home))
+        return home
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine on the loop returns; for any thread but the loop's."""
@@ -87,7 +88,7 @@ class Home:
             try:
                 block.close()
             finally:
-                workers.discard_group()
+                self._end_threads()
 
     def abort(self, reason: str) -> None:
         """Abort the world, on this rank: the others learn that it has left. A thread closes all that the world has."""
@@ -99,7 +100,11 @@ class Home:
         error = CommunicatorAborted(f"communicator {self.world.name!r} was aborted: {reason}", comm=self.world.name)
         with suppress(RuntimeError):  # the interpreter ends, and the world was left
             threading.Thread(target=_end, args=(block, error), name="aiodist-abort").start()
-        workers.discard_group()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        future_threads.groups.discard(id(self))
+        future_threads.end_idle()
 
     def _take_block(self) -> ExitStack | None:
         """Return what keeps the world open to the first caller, which ends it; None to every other."""

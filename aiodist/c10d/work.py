@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,81 +19,54 @@ from torch.futures import Future
 from aiodist.backends.base import PeerGone
 from aiodist.errors import AiodistError, OperationTimeout, PeerLost
 from aiodist.handles import Handle, Posted, PostedOperation, internals
-from aiodist.threads import JobQueue
+from aiodist.threads import Worker
 
 _EXIT_SECONDS = 30.0
-"""The longest wait for the callbacks of futures at exit."""
+"""Longest wait for the callbacks of futures at the exit of the interpreter."""
 
 
-class _Workers:
-    """Threads that run jobs, each until it is finished: a job never waits for a thread that another one holds.
+class FutureThreads:
+    """Threads that complete futures of torch, and call their callbacks.
 
-    The callbacks of torch's PowerSGD hook wait for other futures, so a fixed number of threads could block for good.
-    Idle threads end with the last group.
+    Each job has an idle thread or a new one: the callbacks of torch's PowerSGD hook wait for other futures, so a fixed
+    number of threads could deadlock. Idle threads end with the last group. The methods may be called from any thread
+    and by the garbage collector. A thread that pops a worker from `_idle` is its only user. A thread that changes
+    `groups` or `_idle` then reads the other one, so no idle worker stays.
     """
 
     def __init__(self) -> None:
-        self.queue: JobQueue[Callable[[], None] | None] = JobQueue()
-        self._idle = threading.Semaphore(0)
-        self._changed = threading.Condition()
-        self._groups = 0
-        self._unfinished = 0
-
-    def add_group(self) -> None:
-        """Keep idle threads until `discard_group`."""
-        with self._changed:
-            self._groups += 1
-
-    def discard_group(self) -> None:
-        """End the idle threads if this was the last group."""
-        with self._changed:
-            self._groups -= 1
-            while self._groups == 0 and self._idle.acquire(blocking=False):
-                self.queue.put(None)
+        self.groups: set[int] = set()
+        """Identities of the open default groups."""
+        self._idle: list[_FutureWorker] = []
 
     def run(self, job: Callable[[], None]) -> None:
-        """Have an idle thread run `job`, or a new one."""
-        with self._changed:
-            self._unfinished += 1
-        if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._serve, name="aiodist-future", daemon=True).start()
-        self.queue.put(job)
-
-    def finish(self, seconds: float) -> None:
-        """Block until all jobs are finished, for at most `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unfinished == 0, seconds)
-
-    def _serve(self) -> None:
-        while (job := self.queue.get()) is not None:
+        """Run `job` on an idle thread, or on a new one."""
+        while True:
             try:
-                job()
-            finally:
-                del job  # perhaps the last reference to tensors, whose deletion at exit would abort the process
-                with self._changed:
-                    self._unfinished -= 1
-                    self._changed.notify_all()
-            with self._changed:
-                if self._groups == 0:
-                    return
-                self._idle.release()
+                worker = self._idle.pop()
+            except IndexError:
+                worker = Worker("aiodist-future", self._serve, drop=self._serve, exit_seconds=_EXIT_SECONDS)
+            if worker.refusal is None:  # else it is that of the parent of this process
+                worker.submit((worker, job))
+                return
+
+    def end_idle(self) -> None:
+        """End the idle threads, unless a group is open."""
+        with suppress(IndexError):
+            while not self.groups:
+                self._idle.pop().close()
+
+    def _serve(self, given: tuple[_FutureWorker, Callable[[], None]]) -> None:
+        worker, job = given
+        try:
+            job()
+        finally:
+            self._idle.append(worker)
+            self.end_idle()
 
 
-workers = _Workers()
-"""Of this process: they run the callbacks of futures."""
-
-
-def _at_exit(process: int) -> None:
-    """Wait for the callbacks of futures that still run when the process exits; a forked child has none of them.
-
-    Their threads are inside torch's C++. A thread that asks for the GIL of a finalized interpreter is unwound, and a
-    frame there that allows no exception aborts the process.
-    """
-    if os.getpid() == process:
-        workers.finish(_EXIT_SECONDS)
-
-
-atexit.register(_at_exit, os.getpid())
+_FutureWorker = Worker[tuple[Any, Callable[[], None]]]
+future_threads = FutureThreads()
 
 
 def backend_error(error: BaseException) -> dist.DistBackendError:
@@ -204,7 +176,7 @@ class HandleWork(dist.Work):
             if all(handle.done() for handle in self._handles):
                 over.set_result(None)
             else:
-                workers.run(partial(self._complete, over))
+                future_threads.run(partial(self._complete, over))
         return self._future
 
     def _wait_for_future(self) -> None:
@@ -242,7 +214,7 @@ class HandleWork(dist.Work):
             else:
                 handle.detach()
         if self._finisher is not None and not receives and not self.is_completed():  # results get where they belong
-            workers.run(partial(_finish_dropped, self._handles, self._finisher))
+            future_threads.run(partial(_finish_dropped, self._handles, self._finisher))
 
 
 def _finish_dropped(handles: Sequence[Handle[object]], finish: Callable[[], object]) -> None:
