@@ -77,6 +77,7 @@ class Service:
         except BaseException as raised:  # noqa: BLE001  - `then` takes the error
             error = raised
         self._progress.start_in_thread(self._finish, then, error)
+        del job, work, then, error  # the error holds this frame, which must not hold tensors
 
     def _cancel(self, job: tuple[Work, Done]) -> None:
         self._progress.start_in_thread(self._finish, ignore, None)
