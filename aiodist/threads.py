@@ -251,7 +251,7 @@ class Worker(Generic[T]):
             self._queue.put(_END)
 
     def _serve(self) -> None:
-        me, look = get_ident(), None if self._gone is None else _LOOK_SECONDS
+        me, computing, look = get_ident(), self._computing, None if self._gone is None else _LOOK_SECONDS
         while self.is_needed():
             try:
                 job = self._queue.get(look)
@@ -262,12 +262,12 @@ class Worker(Generic[T]):
             if self.aborted:
                 self._drop_job(job)
                 break
-            self._computing.add(me)
+            computing.add(me)
             try:
-                self._run(cast(T, job))
+                self._run(cast("T", job))
             except BaseException as error:  # noqa: BLE001  - the next jobs must run
                 _report(error)
-            self._computing.discard(me)
+            computing.discard(me)
             del job  # the next job may come late, and this one may be the last reference to a tensor
         if self._left.pop() == 0:
             self._end()

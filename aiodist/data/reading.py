@@ -9,121 +9,96 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextvars import copy_context
 from functools import partial
-from queue import Empty
-from threading import get_ident
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from anyio import BrokenWorkerProcess, CapacityLimiter, from_thread, to_process, to_thread
+from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Progress
 from aiodist.handles.tracing import span
-from aiodist.streams import HostStream, Modes
-from aiodist.threads import JobQueue
-
-T = TypeVar("T")
-
-_LOOK_SECONDS = 0.5  # how soon a thread with nothing to do notices that its loop was closed around it
+from aiodist.streams import Modes
+from aiodist.streams.modes import ModeSwitch
+from aiodist.threads import Worker, result_of
 
 Deliver = Callable[[Item, Made], None]
 """Takes what was read for an item; called on the reader's thread."""
 
 
-class WorkQueue(Generic[T]):
-    """Work for threads that wait for it; `put` and `stop` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._queue: JobQueue[T | None] = JobQueue()
-        self._loop = asyncio.get_running_loop()
-        self._stopped = False
-
-    def put(self, work: T) -> None:
-        self._queue.put(work)
-
-    def cancel(self, threads: int = 1) -> None:
-        """Have each of `threads` get None instead of what is left."""
-        self._stopped = True
-        for _ in range(threads):
-            self._queue.put(None)
-
-    def get(self) -> T | None:
-        """Return the next work, blocking until there is some; None when there is none to come."""
-        while not self._stopped:
-            try:
-                work = self._queue.get(_LOOK_SECONDS)
-            except Empty:
-                self._stopped = self._loop.is_closed()
-            else:
-                return None if self._stopped else work
-        return None
-
-
 class ThreadReader:
-    """Reads an iterable on a thread of its own: always the same one, with the modes and context of who opened it."""
+    """Reads an iterable on its own thread, with the modes and context variables of the code that opens the reader.
+
+    A generator's changes of modes and context variables stay until the end of the pass.
+    """
 
     def __init__(self, source: Iterable[Any], deliver: Deliver, name: str) -> None:
         self._source = source
         self._deliver = deliver
-        self._stream = HostStream(name)
-        self._progress = Progress.current()
-        self._orders: WorkQueue[Item] = WorkQueue()
-        self._over: Handle[None]
+        self._name = name
+        self._iterator: Iterator[Any] | None = None
+        self._switch: ModeSwitch | None = None
+        self._worker: Worker[Item]
 
     async def open(self) -> None:
-        await self._stream.__aenter__()
-        # One piece of work for the whole pass: what a generator does to modes and context variables stays.
-        self._over = self._stream.submit(self._run)
+        progress = Progress.current()
+        self._context, self._modes = copy_context(), Modes.capture()
+        self._worker = Worker(
+            f"aiodist-{self._name}",
+            self._read,
+            finish=self._end,
+            computing=progress.computing,
+            gone=progress.loop.is_closed,
+        )
 
     def order(self, item: Item) -> None:
-        self._orders.put(item)
+        with contextlib.suppress(RuntimeError):  # the reader has ended
+            self._worker.submit(item)
 
     def cancel(self) -> None:
-        self._orders.cancel()
+        self._worker.abort()
 
     async def aclose(self) -> None:
-        try:
-            await self._over
-        finally:
-            await self._stream.aclose()
+        await asyncio.wrap_future(self._worker.ended)
+        self._worker.join()
 
-    def _run(self) -> None:
-        iterator: Iterator[Any] | None = None
-        more = True
+    def _read(self, item: Item) -> None:
+        began = perf_counter()
+        if self._switch is None:
+            self._switch = ModeSwitch(self._modes, Modes.capture())
+            self._switch.enter()
         try:
-            while more and (item := self._next()) is not None:
-                began = perf_counter()
-                try:
-                    with span("read", item=item.seq):
-                        iterator = iter(self._source) if iterator is None else iterator
-                        made = Made(next(iterator))
-                except StopIteration as error:
-                    made = Made(error=StopAsyncIteration() if iterator is not None else _unended("iter(source)", error))
-                except StopAsyncIteration as error:
-                    made = Made(error=_unended("the source", error))
-                except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
-                    made = Made(error=error)
-                made.reading = perf_counter() - began
-                more = made.error is None
-                self._deliver(item, made)
-                del item, made  # the next may be long in coming
-        finally:
+            made = Made(self._context.run(self._next, item.seq))
+        except StopIteration as error:
+            ended = self._iterator is not None
+            made = Made(error=StopAsyncIteration() if ended else _unended("iter(source)", error))
+        except StopAsyncIteration as error:
+            made = Made(error=_unended("the source", error))
+        except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
+            made = Made(error=error)
+        made.reading = perf_counter() - began
+        if made.error is not None:
+            self._worker.abort()
+        self._deliver(item, made)
+
+    def _next(self, seq: int) -> Any:  # noqa: ANN401
+        with span("read", item=seq):
+            if self._iterator is None:
+                self._iterator = iter(self._source)
+            return next(self._iterator)
+
+    def _end(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        try:
             if isinstance(iterator, Generator):
-                iterator.close()
+                self._context.run(iterator.close)
             elif not getattr(self._source, "persistent_workers", False):
                 # A DataLoader's iterator ends its workers when it is collected, but an error may hold it for long.
-                getattr(iterator, "_shutdown_workers", lambda: None)()
-            del iterator
-
-    def _next(self) -> Item | None:
-        """Return the next order; while there is none the thread does not compute."""
-        computing, me = self._progress.computing, get_ident()
-        computing.discard(me)
-        try:
-            return self._orders.get()
+                self._context.run(getattr(iterator, "_shutdown_workers", lambda: None))
         finally:
-            computing.add(me)
+            del iterator
+            if self._switch is not None:
+                self._switch.leave(last=True)
 
 
 class TaskReader:
@@ -185,60 +160,56 @@ def reader_of(source: Iterable[Any] | AsyncIterable[Any], deliver: Deliver, name
 
 
 class Workers:
-    """The workers of one pass; each takes the next item that was read when it has finished one.
+    """Threads that transform the items of one pass, each the next item that was read.
 
-    Each keeps a thread for the whole pass: to borrow one for each item would cost 200 us. With `processes` the thread
-    has one of anyio's at work on one item at a time; these stay for the next pass.
+    With `processes`, each thread lets one of anyio's processes transform the item. These processes stay for the next
+    pass.
     """
 
     def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver, *, processes: bool) -> None:
-        make = partial(_by_process, transform, CapacityLimiter(count)) if processes else partial(_made, transform)
-        self._make: Callable[[object], Made] = make
+        self._loop = asyncio.get_running_loop()
+        make = partial(_by_process, self._loop, transform, CapacityLimiter(count))
+        self._make: Callable[[object], Made] = make if processes else partial(_made, transform)
         self._count = count
         self._deliver = deliver
-        self._inbox: WorkQueue[tuple[Item, Made]] = WorkQueue()
         self._modes = Modes.capture()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._worker: Worker[tuple[Item, Made]]
 
     def open(self, name: str) -> None:
-        limiter = CapacityLimiter(self._count)
-
-        async def work() -> None:
-            await to_thread.run_sync(self._serve, limiter=limiter)
-
-        self._tasks = [asyncio.create_task(work(), name=f"aiodist-{name}-{i}") for i in range(self._count)]
+        self._context = copy_context()
+        self._worker = Worker(f"aiodist-{name}", self._work, threads=self._count, gone=self._loop.is_closed)
 
     def put(self, item: Item, made: Made) -> None:
-        if made.error is None:
-            self._inbox.put((item, made))
-        else:
+        if made.error is not None:
             self._deliver(item, made)
+        else:
+            with contextlib.suppress(RuntimeError):  # the workers have ended
+                self._worker.submit((item, made))
 
     def cancel(self) -> None:
-        self._inbox.cancel(self._count)
+        self._worker.abort()
 
     async def aclose(self) -> None:
-        await asyncio.wait(self._tasks)
-        for task in self._tasks:
-            task.result()
+        await asyncio.wrap_future(self._worker.ended)
+        self._worker.join()
 
-    def _serve(self) -> None:
-        context = copy_context()  # of the code that entered the block
-        while (job := self._inbox.get()) is not None:
-            item, read = job
-            with self._modes.applied():
-                made = context.copy().run(self._make, read.value)
-            if isinstance(made.error, BrokenWorkerProcess):
-                why = str(made.error) or "os._exit was called, or a signal killed it, as where memory runs out"
-                made.error.args = (f"the process that had item {item.seq}, counted from 0, has ended: {why}",)
-            made.reading = read.reading
-            self._deliver(item, made)
-            del job, item, read, made  # the next may be long in coming
+    def _work(self, job: tuple[Item, Made]) -> None:
+        item, read = job
+        with self._modes.applied():
+            made = self._context.copy().run(self._make, read.value)
+        if isinstance(made.error, BrokenWorkerProcess):
+            why = str(made.error) or "os._exit was called, or a signal killed it, as where memory runs out"
+            made.error.args = (f"the process that had item {item.seq}, counted from 0, has ended: {why}",)
+        made.reading = read.reading
+        self._deliver(item, made)
 
 
-def _by_process(transform: Callable[[Any], Any], limiter: CapacityLimiter, value: object) -> Made:
+def _by_process(
+    loop: asyncio.AbstractEventLoop, transform: Callable[[Any], Any], limiter: CapacityLimiter, value: object
+) -> Made:
+    made = to_process.run_sync(_in_process, transform, value, limiter=limiter)
     try:
-        return from_thread.run(partial(to_process.run_sync, _in_process, transform, value, limiter=limiter))
+        return result_of(asyncio.run_coroutine_threadsafe(made, loop))
     except Exception as error:  # noqa: BLE001  - a process that broke, or what cannot be pickled
         return Made(error=error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
@@ -449,7 +450,7 @@ def test_n15_a_pass_that_was_never_left_ends_with_its_loop() -> None:
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_n15_the_thread_of_the_source_is_gone_when_the_block_is() -> None:
-    async with asyncio.timeout(20), prefetch([1], name="short") as items:
+    async with asyncio.timeout(20), prefetch(itertools.count(1), name="short") as items:
         assert await anext(items) == 1
         assert "aiodist-short" in {thread.name for thread in threading.enumerate()}
     assert "aiodist-short" not in {thread.name for thread in threading.enumerate()}
