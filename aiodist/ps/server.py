@@ -1,25 +1,22 @@
-"""The server of one rank: names that it leads, shards by key, requests on their way to them, barriers, and the end."""
+"""The server of one rank: shards by key, the lines of requests, barriers, and the end."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiodist.control import disagreement
-from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps import wire
 from aiodist.ps.answers import Answers, Change, Freed, Pulling, Pushing, Request, Stop
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Handler
 from aiodist.ps.context import Context
+from aiodist.ps.directory import Directory
 from aiodist.ps.machines import Counts
 from aiodist.ps.saving import ServerSaving
 from aiodist.ps.service import LIGHT_BYTES
@@ -28,183 +25,39 @@ from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.table_shard import TableShard
 from aiodist.ps.wire import FILL, Kind, Order, Reads, Way, bytes_in, unpack, values_in
 
-_KEY_BITS = 40  # of the keys that one server gives out, no two of which are the same
-_COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec", "table")
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One name. A client that opens it waits until its values are there; those who give them are the fillers."""
-
-    key: int
-    first: dict[str, Any]
-    opener: int
-    fillers: set[int] = field(default_factory=set)
-    waiting: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    done: dict[int, int] = field(default_factory=dict)
-    """The fillers that have filled what they should, and their questions."""
-    filled: bool = False
-    freed: set[int] = field(default_factory=set)
-    refused: dict[int, AiodistError] = field(default_factory=dict)
-    """Those who meant something else by a name that has values, and what they were told."""
-    again: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Those who have freed it and open it again, before all have freed it."""
-    error: AiodistError | None = None
-    """Why it never gets first values: all who open it are told."""
-
-    @property
-    def alone(self) -> bool:
-        """One filler gives all of its values."""
-        return bool(self.first["start"] != "own" or self.first["again"])
-
-
-class Directory:
-    """Every method runs with the transport lock held."""
-
-    def __init__(self, context: Context, answers: Answers, shards: Shards) -> None:
-        self._context = context
-        self._answers = answers
-        self._shards = shards
-        self._entries: dict[str, _Entry] = {}
-        self._keys = count(context.rank << _KEY_BITS)
-        self.left: set[int] = set()
-        """They open nothing more, and come to no barrier."""
-
-    def open(self, client: int, call: dict[str, Any]) -> None:
-        entry = self._entries.get(call["name"])
-        if entry is None:
-            entry = self._entries[call["name"]] = _Entry(next(self._keys), call, client)
-        if client in entry.freed:
-            entry.again.append((client, call))
-            return
-        if client in entry.refused:
-            self._answers.fail(client, call["n"], entry.refused[client])
-            return
-        different = [what for what in _COMPARED if call[what] != entry.first[what]]
-        if different and entry.error is None:
-            texts = {
-                rank: ", ".join(f"{what} {side[what]}" for what in different)
-                for rank, side in ((entry.opener, entry.first), (client, call))
-            }
-            error = MismatchError(disagreement(f"the init of {call['name']!r}", texts))
-            if entry.filled:
-                entry.refused[client] = error
-                self._answers.fail(client, call["n"], error)
-                self._shards[entry.key].leave(client, gone=False)  # nobody waits for its pushes
-                self._sweep(entry)
-                return
-            entry.error = error
-            self._remove(entry)
-        entry.waiting.append((client, call))
-        self._go_on(entry)
-
-    def _go_on(self, entry: _Entry) -> None:
-        """Answer those who wait, as far as it is known what they should do."""
-        if entry.error is None and not entry.filled:
-            for client, call in list(entry.waiting):
-                # `again`: what comes from elsewhere
-                if (call["again"] or client in self._candidates(entry)) and not (entry.alone and entry.fillers):
-                    entry.fillers.add(client)
-                    entry.waiting.remove((client, call))
-                    self._answers.answer(client, call["n"], key=entry.key, fill=True)
-            entry.error = self._hopeless(entry)
-            if entry.error is not None:
-                self._remove(entry)
-        if entry.error is None and not entry.filled:
-            return
-        for client, number in [*entry.done.items(), *((client, call["n"]) for client, call in entry.waiting)]:
-            if entry.error is not None:
-                self._answers.fail(client, number, entry.error)
-            else:
-                self._answers.answer(client, number, key=entry.key, fill=False)
-        entry.waiting.clear()
-        entry.done.clear()
-
-    def _candidates(self, entry: _Entry) -> Sequence[int]:
-        """Return who may give it first values: each server its own block, the first worker, or the first to come."""
-        if entry.first["start"] == "own":
-            candidates: Sequence[int] = entry.first["servers"]
-            return candidates
-        return self._context.workers[:1] if entry.first["start"] == "root" else self._context.workers
-
-    def _hopeless(self, entry: _Entry) -> AiodistError | None:
-        """Return why nobody will give it first values any more, if so."""
-        for rank in (*entry.first["servers"], *entry.fillers - entry.done.keys()):
-            if rank in self._context.gone:
-                return self._context.lost(rank)
-        start, candidates = entry.first["start"], self._candidates(entry)
-        missing = [rank for rank in candidates if rank in self.left and rank not in entry.fillers]
-        if entry.first["again"] or not missing or (start == "first" and len(missing) < len(candidates)):
-            return None
-        which = "one" if start == "first" else "each"
-        text = f"init of {entry.first['name']!r} with start={start!r}: nobody will give its first values"
-        return MismatchError(f"{text}: expected {which} of ranks {list(candidates)} to init it")
-
-    def _remove(self, entry: _Entry) -> None:
-        for rank in entry.first["servers"]:
-            self._answers.tell(rank, "remove", key=entry.key)
-
-    def ready(self, client: int, call: dict[str, Any]) -> None:
-        entry = self._entries[call["name"]]
-        entry.done[client] = call["n"]
-        entry.filled = entry.error is None and (entry.alone or set(entry.first["servers"]) <= set(entry.done))
-        if entry.error is not None:
-            self._remove(entry)  # what it has made since
-        self._go_on(entry)
-
-    def free(self, client: int, call: dict[str, Any]) -> None:
-        entry = self._entries.get(call["name"])
-        if entry is not None and entry.key == call["key"]:
-            entry.freed.add(client)
-            self._shards[entry.key].leave(client, gone=False)  # steps go on without it
-            self._sweep(entry)
-        self._answers.answer(client, call["n"])
-
-    def _sweep(self, entry: _Entry) -> None:
-        if entry.freed and entry.freed | self.left | entry.refused.keys() >= set(self._context.workers):
-            del self._entries[entry.first["name"]]
-            self._remove(entry)
-            for client, again in entry.again:
-                self.open(client, again)
-
-    def leave(self, client: int) -> None:
-        self.left.add(client)
-        for entry in list(self._entries.values()):
-            if client in self._context.gone:
-                entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
-                entry.again = [again for again in entry.again if again[0] != client]
-            if not entry.filled and entry.error is None:
-                self._go_on(entry)
-            self._sweep(entry)
+_Call = dict[str, Any]
 
 
 class Server:
-    """Every method runs with the transport lock held.
+    """The server of one rank (transport lock held).
 
-    The requests of a client are executed in the order of its calls: one whose data are still to come keeps back what is
-    behind it. So does a barrier. Every server has the barriers for itself: a worker whose barrier is the next of its
-    requests rests on the clocks of the tensors that are led here. So when a worker hears from every server that all are
-    there, all that was pushed before is applied.
+    The requests of a client are executed in the order of its calls: a request whose data have not arrived delays the
+    later ones, and so does a barrier. Each server has all barriers. A worker whose next request is a barrier rests on
+    the clocks of the tensors that this server leads. So when every server has reported that all workers are there, all
+    earlier pushes are applied.
     """
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.shards = Shards()
         self._retired: dict[int, Shard] = {}
-        """They were freed, but somebody looks at their memory."""
-        self._counted: list[Counts] = []  # of tensors that were freed
+        """Freed shards whose memory has readers."""
+        self._counted: list[Counts] = []
+        """Counts of freed tensors."""
         self._lines: dict[int, deque[Request]] = {}
-        """Of each client what waits."""
+        """Waiting requests, by client."""
         self._at_barrier: dict[int, Stop] = {}
+        """Barriers that wait for other workers, by client."""
         self._met: dict[int, Stop] = {}
-        """All workers are there; what they pushed before is still being applied."""
+        """Barriers that wait until all earlier pushes are applied, by client."""
         self._goodbyes: dict[int, int] = {}
+        """Numbers of the last calls of ranks that wait for the end."""
         self._over = False
         self._answers = answers = Answers(context)
         answers.applied = self._end_barrier
         self._directory = Directory(context, answers, self.shards)
         self.saving: ServerSaving
-        self._calls: dict[str, Callable[[int, dict[str, Any]], object]] = {
+        self._calls: dict[str, Callable[[int, _Call], object]] = {
             "make": self._make,
             "remove": self._remove,
             "configure": lambda client, call: self._expect(Change(client, call["n"], call["key"], call["settings"])),
@@ -226,10 +79,11 @@ class Server:
         """Functions that handle the entries from clients and leaders, by kind."""
 
     def open(self, client: Client) -> None:
+        """Take the calls of checkpoints too."""
         self.saving = ServerSaving(self.context, self._answers, self.shards, client)
         self._calls |= self.saving.calls
 
-    # --- what comes ----------------------------------------------------------------------------------------
+    # --- entries -------------------------------------------------------------------------------------------------
 
     def _call(self, client: int, body: memoryview) -> None:
         call = json.loads(bytes(body))
@@ -242,8 +96,8 @@ class Server:
 
     def _release(self, client: int, body: memoryview) -> None:
         key, number = wire.unpack_release(body)
-        if (seen := self.shards.get(key) or self._retired.get(key)) is not None:
-            seen.release(client, number)
+        if (read := self.shards.get(key) or self._retired.get(key)) is not None:
+            read.release(client, number)
 
     def _push(self, client: int, body: memoryview) -> None:
         head = unpack(wire.PushHead, body)
@@ -253,7 +107,7 @@ class Server:
         accepts = self.context.policy.accepts and head.rule != FILL
         if head.way == Way.INLINE:
             value = values_in(body, wire.PUSH_BYTES, head.nbytes, dtype)
-            # What waits must not keep a frame alive, which has more room than it needs.
+            # A waiting push must not keep its frame, which is larger than the value.
             push.value = value.clone() if accepts else value
         elif head.way == Way.MESSAGE:
             push.ready = False
@@ -265,7 +119,7 @@ class Server:
         else:
             found = self.context.shared.find(client, head.segment, head.offset, head.nbytes)
             push.value = found.view(dtype)
-            if accepts:  # the client need not keep it until it is applied
+            if accepts:  # the client does not keep the value until the push is applied
                 buffer = self._buffer(shard, push, head.nbytes)
                 push.value = buffer.view(dtype)
                 push.ready = head.nbytes <= LIGHT_BYTES
@@ -276,7 +130,7 @@ class Server:
         self._expect(push)
 
     def _buffer(self, shard: Shard | None, push: Pushing, nbytes: int) -> Tensor:
-        """Return memory for the data of `push`; those of a table have another size each time."""
+        """Return memory for the data of `push`. Pushes of a table have various sizes."""
         pool = self.context.pool
         push.buffer = pool.take_room(nbytes) if isinstance(shard, TableShard) else pool.take(nbytes)
         return push.buffer[:nbytes]
@@ -294,36 +148,40 @@ class Server:
                 pull.rows = torch.empty(ids.nbytes, dtype=torch.uint8, device="cpu")
                 pull.ready = False
                 self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, pull))
-            else:  # what waits must not keep a frame alive
+            else:  # a waiting pull must not keep its frame
                 came = memoryview(bytearray(body[wire.PULL_BYTES + wire.IDS_BYTES :]))
                 pull.rows = bytes_in(came, 0, ids.nbytes)
         self._expect(pull)
 
     def _received(self, request: Pushing | Pulling, error: BaseException | None) -> None:
+        """The data of a request have arrived, or never will."""
         request.ready = True
         if error is not None and request.client not in self.context.gone:
             self._lines[request.client].remove(request)
             self._answers.refuse(request, error)
-        self._go_on(request.client)
+        self._advance(request.client)
         self.context.coalescer.flush()
 
+    # --- the lines -----------------------------------------------------------------------------------------------
+
     def _expect(self, request: Request) -> None:
-        """Execute a request, behind what its client has asked for before."""
+        """Execute a request after the earlier ones of its client."""
         line = self._lines.setdefault(request.client, deque())
         if not line and request.ready and not isinstance(request, Stop):
             self._execute(request)
         else:
             line.append(request)
-            self._go_on(request.client)
+            self._advance(request.client)
 
-    def _go_on(self, client: int) -> None:
+    def _advance(self, client: int) -> None:
+        """Execute the first requests of a line, up to one that must wait."""
         line = self._lines.get(client, ())
         while line:
             first = line[0]
             if isinstance(first, Stop) and not first.reached:
                 first.reached = True
                 self._reached(first)
-                continue  # it may have let the line go on
+                continue  # the line may be shorter now
             if not first.ready:
                 return
             line.popleft()
@@ -339,10 +197,10 @@ class Server:
         else:
             shard.deliver(request)
 
-    # --- barriers, and who leaves ------------------------------------------------------------------------------
+    # --- barriers, and ranks that leave ----------------------------------------------------------------------------
 
     def _reached(self, stop: Stop) -> None:
-        """A worker waits for the others, or a rank sends nothing more: nobody waits for it."""
+        """A worker comes to a barrier, or a rank leaves."""
         if stop.leaves:
             self._answers.answer(stop.client, stop.number)
             self._leave(stop.client)
@@ -353,11 +211,10 @@ class Server:
         self._check_barrier()
 
     def _check_barrier(self) -> None:
-        """Let go those who wait for nobody any more; if the first server died all do, since they are told so."""
+        """Release the barrier once all workers that are left have arrived, or if the first server is lost."""
         lost = self.context.servers[0] in self.context.gone
-        if not self._at_barrier or not (
-            lost or self._at_barrier.keys() | self._directory.left >= set(self.context.workers)
-        ):
+        arrived = self._at_barrier.keys() | self._directory.left >= set(self.context.workers)
+        if not self._at_barrier or not (lost or arrived):
             return
         for leader in self.shards.led().values():
             leader.machine.resume(self._at_barrier)
@@ -365,16 +222,18 @@ class Server:
         self._end_barrier()
 
     def _end_barrier(self) -> None:
-        """Let those go on who have met, when all is applied, or has failed, that they pushed before."""
+        """End a released barrier when all earlier pushes of its workers are applied, or have failed."""
+        if not self._met:
+            return
         lost = self.context.servers[0] in self.context.gone
-        if not self._met or not (lost or not any(shard.owes(self._met) for shard in self.shards.values())):
+        if not lost and any(shard.owes(self._met) for shard in self.shards.values()):
             return
         stops, self._met = self._met, {}
         for client, stop in stops.items():
             stop.ready = True
             self._answers.answer(client, stop.number)
         for client in stops:
-            self._go_on(client)
+            self._advance(client)
 
     def _leave(self, client: int) -> None:
         self._answers.forget(client)
@@ -384,6 +243,7 @@ class Server:
         self._check_barrier()
 
     def lose(self, rank: int) -> None:
+        """Drop the waiting requests of a lost rank, and continue without it."""
         self._lines.pop(rank, None)
         self._at_barrier.pop(rank, None)
         self._met.pop(rank, None)
@@ -394,12 +254,13 @@ class Server:
         self.saving.check()
         self.context.coalescer.flush()
 
-    def _bye(self, client: int, call: dict[str, Any]) -> None:
-        """A rank waits for the end: nothing it asked for is open."""
+    def _bye(self, client: int, call: _Call) -> None:
+        """A rank without open requests waits for the end."""
         self._goodbyes[client] = call["n"]
         self._check_over()
 
     def _check_over(self) -> None:
+        """Release all ranks, with the last entry, once all wait for the end."""
         missing = set(range(self.context.size)) - set(self.context.gone) - set(self._goodbyes)
         if missing or self._over or not self._goodbyes:
             return
@@ -411,7 +272,7 @@ class Server:
 
     # --- shards --------------------------------------------------------------------------------------------------
 
-    def _make(self, client: int, call: dict[str, Any]) -> None:
+    def _make(self, client: int, call: _Call) -> None:
         kind = Shard if call["table"] is None else TableShard
         shard = self.shards[call["key"]] = kind(self.context, self._answers, self.saving.at, call)
         for rank in self._directory.left | set(self.context.gone):
@@ -420,7 +281,7 @@ class Server:
             shard.rest(rank)
         self._answers.answer(client, call["n"])
 
-    def _remove(self, client: int, call: dict[str, Any]) -> None:
+    def _remove(self, client: int, call: _Call) -> None:
         shard = self.shards.pop(call["key"], None)
         if shard is None:
             return
@@ -435,15 +296,16 @@ class Server:
         self.saving.check()
 
     def statistics(self) -> ParameterServerStatistics:
-        shards = list(self.shards.values())
+        """Return the counts of this rank (loop's thread)."""
+        tables = [shard for shard in list(self.shards.values()) if isinstance(shard, TableShard)]
         counts = [*self._counted, *(leader.machine.counts for leader in self.shards.led().values())]
         return ParameterServerStatistics(
             **self.context.counts,
             dropped=sum(count.dropped for count in counts),
             scaled=sum(count.scaled for count in counts),
             incomplete=sum(count.incomplete for count in counts),
-            # A copy of each at once: they count on meanwhile.
+            # A copy of each dict is atomic, and other threads count meanwhile.
             staleness=sum((Counter(dict(count.staleness)) for count in counts), Counter()),
             sent_bytes=self.context.coalescer.sent_bytes,
-            rows=sum(len(shard.store) for shard in shards if isinstance(shard, TableShard)),
+            rows=sum(len(shard.store) for shard in tables),
         )
