@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from aiodist.control import disagreement
 from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps.answers import Answers
 from aiodist.ps.context import Context
@@ -89,11 +90,11 @@ class Directory:
         self._answer(name)
 
     def _mismatch(self, name: _Name, client: int, call: _Call, different: Sequence[str]) -> MismatchError:
-        sides = "; ".join(
-            f"rank {rank}: {', '.join(f'{what} {side[what]}' for what in different)}"
+        texts = {
+            rank: ", ".join(f"{what} {side[what]}" for what in different)
             for rank, side in ((name.opener, name.first), (client, call))
-        )
-        return MismatchError(f"init of {call['name']!r}: {sides}")
+        }
+        return MismatchError(disagreement(f"the init of {call['name']!r}", texts))
 
     def _answer(self, name: _Name) -> None:
         """Answer the clients whose part is known: to fill, to continue, or to fail."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from aiodist.communicator import Communicator, parts_of
-from aiodist.errors import AiodistError, CommunicatorClosed, CommunicatorError, OperationTimeout, PeerLost
+from aiodist.errors import AiodistError, OperationTimeout, PeerLost
+from aiodist.handles import Handle
+from aiodist.handles.kernel import Program
 from aiodist.handles.polling import transport_lock
-
-if TYPE_CHECKING:
-    from aiodist.ps.session import ParameterServerSession
-
-Rebind = Callable[[Communicator], Awaitable[None]]
+from aiodist.ps.client import Client
+from aiodist.ps.context import Context
 
 _DRAIN_SECONDS = 1e-3
 _PING_SECONDS = 10.0
@@ -25,13 +23,24 @@ _ANSWER_SECONDS = 60.0
 _NO_LIMIT = inf  # a rank that leaves waits for the others, however long they work
 
 
+class Run(Protocol):
+    """Runs programs."""
+
+    def __call__(
+        self, op: str, make: Callable[[], Program[Any]], timeout: float | None, *, now: bool = False
+    ) -> Handle[Any]:
+        """See `ParameterServerSession.run`."""
+
+
 class Leaving:
     """The leave of one rank over one communicator, and the pings before (loop's thread)."""
 
-    def __init__(self, session: ParameterServerSession) -> None:
-        self._session = session
-        self._context = session.context
-        self._client = session.client
+    def __init__(self, context: Context, client: Client, run: Run, failed: Callable[[BaseException], None]) -> None:
+        """`failed` takes the error of a ping, which ends the parameter server on all ranks."""
+        self._context = context
+        self._client = client
+        self._run = run
+        self._failed = failed
         self._over = asyncio.Event()
         """Set when this rank receives nothing more."""
         self._pinging = asyncio.ensure_future(self._ping())
@@ -45,50 +54,19 @@ class Leaving:
             await asyncio.sleep(_PING_SECONDS)
             if self._client.busy:
                 try:
-                    await self._session.run("ping", partial(self._ask_all, "ping"), _ANSWER_SECONDS, now=True)
+                    await self._run("ping", partial(self._ask_all, "ping"), _ANSWER_SECONDS, now=True)
                 except AiodistError as error:
-                    self._session.abort_everywhere(error)
+                    self._failed(error)
                     return
-
-    async def leave_last(self, rebind: Rebind | None) -> None:
-        """Leave, over the last communicator if the ranks of an elastic world regroup meanwhile."""
-        session = self._session
-        while True:
-            try:
-                return await session.leaving.leave()
-            except (PeerLost, CommunicatorError) as error:
-                if rebind is None or not self._superseded(error):
-                    raise
-            await self._regroup(rebind)
-
-    async def _regroup(self, rebind: Rebind) -> None:
-        session = self._session
-        while True:
-            coll = await session.parent.shrink()  # the error of a failed shrink ends the session
-            try:
-                return await rebind(coll)
-            except (PeerLost, CommunicatorError) as error:
-                if session.parent is not coll or not self._superseded(error):
-                    raise
-
-    def _superseded(self, error: AiodistError) -> bool:
-        """Return True if the ranks of the elastic world regroup, which may be the cause of `error`."""
-        parts = parts_of(self._session.parent)
-        if parts.registry.elastic is None or isinstance(parts.dispatcher.lifetime.refusal, CommunicatorClosed):
-            return False
-        return parts.dispatcher.lifetime.refusal is not None or (isinstance(error, PeerLost) and error.lost >= 0)
 
     async def leave(self) -> None:
         """Leave the clocks of all servers, wait for this rank's requests, and then for all ranks."""
-        session = self._session
-        if session.refusal is not None:
-            raise session.refusal
-        await session.run("leave", partial(self._ask_all, "leave"), _NO_LIMIT)
+        await self._run("leave", partial(self._ask_all, "leave"), _NO_LIMIT)
         while self._client.busy:  # noqa: ASYNC110  - any thread may receive the end of a request
             await asyncio.sleep(_DRAIN_SECONDS)
         if (error := self._client.pushes.late_error()) is not None:
             raise error
-        await session.run("leave", self._goodbye, _NO_LIMIT)
+        await self._run("leave", self._goodbye, _NO_LIMIT)
         if not self._context.gone:  # else the transport is aborted
             await self._last_entry()
 
@@ -127,8 +105,6 @@ class Leaving:
             rank = first if first != context.rank else next(r for r in range(context.size) if r != first)
             text = f"leave: rank {rank} has not sent its last message for {_ANSWER_SECONDS:g} s"
             raise OperationTimeout(text, late={rank: ""}) from None
-        if self._session.refusal is not None:
-            raise self._session.refusal
 
     def lose(self) -> None:
         """Wait for no last entry, which a lost rank may owe."""

@@ -23,6 +23,7 @@ from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
     CommunicatorClosed,
+    CommunicatorError,
     MismatchError,
     PeerLost,
 )
@@ -34,7 +35,7 @@ from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context
-from aiodist.ps.leaving import Leaving, Rebind
+from aiodist.ps.leaving import Leaving
 from aiodist.ps.log import PushLog
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
@@ -43,6 +44,7 @@ from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
 from aiodist.ps.sharing import SharedMemory
 from aiodist.types import check_timeout
 
+Rebind = Callable[[Communicator], Awaitable[None]]
 _FIRST = 1
 """Number of the first request."""
 
@@ -157,7 +159,7 @@ class ParameterServerSession:
         parts_of(self.coll).dispatcher.watchdog.serves = True
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
         self.refusal = None
-        self._leaving = Leaving(self)
+        self._leaving = Leaving(self.context, self.client, self.run, self.abort_everywhere)
         with transport_lock:
             self.context.coalescer.open(self.server.handlers | self.client.handlers)
         if self._lifetime.refusal is not None:  # a rank was lost meanwhile
@@ -208,7 +210,7 @@ class ParameterServerSession:
         self.check_loop()
         try:
             if error is None:
-                await self._leaving.leave_last(rebind)
+                await self._leave(rebind)
                 self._close(CommunicatorClosed(f"parameter server {self.coll.name!r} is closed", comm=self.coll.name))
                 self.account.judge()
         except BaseException as raised:
@@ -224,10 +226,37 @@ class ParameterServerSession:
                 if lost.lost not in self.context.gone:  # else the others have left without the lost rank
                     raise
 
-    @property
-    def leaving(self) -> Leaving:
-        """The leave of this rank over the current communicator."""
-        return self._leaving
+    async def _leave(self, rebind: Rebind | None) -> None:
+        """Leave, over the last communicator if the ranks of an elastic world regroup meanwhile."""
+        while True:
+            try:
+                self._check_refusal()
+                await self._leaving.leave()
+                return self._check_refusal()
+            except (PeerLost, CommunicatorError) as error:
+                if rebind is None or not self._superseded(error):
+                    raise
+            await self._regroup(rebind)
+
+    def _check_refusal(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def _regroup(self, rebind: Rebind) -> None:
+        while True:
+            coll = await self.parent.shrink()  # the error of a failed shrink ends the session
+            try:
+                return await rebind(coll)
+            except (PeerLost, CommunicatorError) as error:
+                if self.parent is not coll or not self._superseded(error):
+                    raise
+
+    def _superseded(self, error: AiodistError) -> bool:
+        """Return True if the ranks of the elastic world regroup, which may be the cause of `error`."""
+        parts = parts_of(self.parent)
+        if parts.registry.elastic is None or isinstance(parts.dispatcher.lifetime.refusal, CommunicatorClosed):
+            return False
+        return parts.dispatcher.lifetime.refusal is not None or (isinstance(error, PeerLost) and error.lost >= 0)
 
     def _close(self, refusal: AiodistError) -> None:
         """Refuse calls, and receive nothing more."""

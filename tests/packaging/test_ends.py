@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "aiodist/c10d/calls.py": "torch's name",
     "aiodist/launch/supervisor.py": "it stops processes",
     "aiodist/ps/naming.py": "what `ParameterServer.free` asks for: this rank uses a name no more",
-    "aiodist/ps/server.py": "the same",
+    "aiodist/ps/directory.py": "the same",
     "aiodist/schedules": "`stop` is where a chunk ends",
     "aiodist/testing/cuda/memory.py": "of memory, as in C",
 }
