@@ -1,4 +1,4 @@
-"""Ordered work outside the event loop: `HostStream` and `CudaStream`, and torch's modes, which travel with it."""
+"""Ordered work outside the event loop: `HostStream` and `CudaStream`, and torch's modes in this work."""
 
 from aiodist.streams.cuda import CudaStream, event_handle, lend
 from aiodist.streams.current import OnStream, check_not_capturing, on_device

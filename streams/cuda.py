@@ -27,24 +27,25 @@ ROLES: Final = ("compute", "to-device", "to-host", "local", "global")
 
 
 class CudaStream:
-    """Ordered work on one CUDA device; each piece of work is a handle, done when the device has done it.
+    """Ordered work on one CUDA device. Each piece of work is a handle, done when the device has finished the work.
 
     ```python
     copies = CudaStream.of("to-device")
     x = await copies.copy(torch.empty_like(batch, device="cuda"), batch)
     ```
-    `CudaStream.of(role)` is the same for each device of a loop: "compute", "to-device" and "to-host" for copies,
-    "local" and "global" for what ranks of one host, and of several, send one another. `CudaStream(stream)` is any
-    other. It belongs to the loop it was made on and is called from that loop's thread alone.
+    `CudaStream.of(role)` returns the same stream each time, one per device and loop. The roles are "compute",
+    "to-device" and "to-host" for copies, and "local" and "global" for messages within a host and between hosts.
+    `CudaStream(stream)` wraps another stream. A stream belongs to the loop that made it. Only the thread of that loop
+    may call the stream.
 
     Attributes:
         stream: the `torch.cuda.Stream`.
-        role: what it is for, or "user".
+        role: one of the roles above, or "user".
 
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None, *, role: str = "user") -> None:
-        """Of `stream`; None is the current one. Raises `RuntimeError` where there is no CUDA device."""
+        """Wrap `stream`, or the current one for None. Raises `RuntimeError` if there is no CUDA device."""
         check_cuda()
         self.stream = torch.cuda.current_stream() if stream is None else stream
         self.role = role
@@ -55,9 +56,9 @@ class CudaStream:
 
     @classmethod
     def of(cls, role: str, device: torch.device | int | str | None = None) -> Self:
-        """Return the stream of that role on `device` (None: the current one), made at first use.
+        """Return the stream of a role on `device`, or on the current device for None, made at first use.
 
-        Raises ValueError for an unknown role, `RuntimeError` where there is no CUDA device.
+        Raises ValueError for an unknown role, and `RuntimeError` if there is no CUDA device.
         """
         if role not in ROLES:
             raise ValueError(f"role={role!r}: expected one of {', '.join(ROLES)}")
@@ -68,17 +69,17 @@ class CudaStream:
 
     @property
     def device(self) -> torch.device:
-        """The device that it is on."""
+        """Device of the stream."""
         return self.stream.device
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Return a handle of `fn(*args, **kwargs)`, done when the device has done all that it queued.
+        """Return a handle of `fn(*args, **kwargs)`, done when the device has finished the work that `fn` queued.
 
-        `fn` runs here and now, with this stream the current one, and should only queue work: what it raises is raised
-        by the call. It is not ordered behind what other streams do: see `wait`. `fn`, its arguments and its result are
-        kept until then; and the memory of the result's tensors, in containers and dataclasses too, is the caller's
-        stream's as well from then on. Raises `RuntimeError` while a CUDA graph is being captured. Costs an
-        event beside what `fn` queues.
+        `fn` runs inline, with this stream as the current one, and should only queue work. The call raises an error of
+        `fn`. The work is not ordered after work of other streams: see `wait`. The handle keeps `fn`, its arguments and
+        its result until the end. The result's tensors, also in containers and dataclasses, may then be used on the
+        stream that was current at the call. Raises `RuntimeError` during the capture of a CUDA graph. Costs one event
+        more than `fn`.
         """
         self._check()
         caller = torch.cuda.current_stream(self.device)
@@ -88,16 +89,16 @@ class CudaStream:
         return self._until_over(op, value, (fn, value, args, kwargs), None if caller == self.stream else caller)
 
     def record(self) -> Handle[None]:
-        """Return a handle that is done when all that was queued so far is; raises and costs what `submit` does."""
+        """Return a handle that is done when all work queued so far is finished. Raises and costs as `submit`."""
         self._check()
         return self._until_over("record", None, None)
 
     def copy(self, into: Tensor, t: Tensor) -> Handle[Tensor]:
-        """Return `into`, with the elements of `t`, either of which lies on the device; of equal shape and dtype.
+        """Copy `t` into `into`, of equal shape and dtype, and return `into`. At least one must be on the device.
 
-        It begins after what the current stream has queued, and `t` may be reused when the handle is done. Raises
-        ValueError where shapes or dtypes differ, `RuntimeError` while a CUDA graph is being captured. Cost: one copy by
-        the device; from and to memory that is not pinned one by the host too, at the call or at the end.
+        The copy begins after the work that the current stream has queued. `t` may be reused when the handle is done.
+        Raises ValueError if shapes or dtypes differ, and `RuntimeError` during the capture of a CUDA graph. Cost: one
+        copy by the device. If the host's memory is not pinned, one more by the host, at the call or at the end.
         """
         self._check()
         if into.shape != t.shape or into.dtype is not t.dtype:
@@ -129,9 +130,9 @@ class CudaStream:
         return operation.handle
 
     def wait(self, stream: torch.cuda.Stream | CudaStream | None = None) -> None:
-        """Let what is queued from now on begin after what `stream` (None: the current one) has queued so far.
+        """Order later work after the work that `stream`, or the current stream for None, has queued so far.
 
-        Raises `RuntimeError` while a CUDA graph is being captured.
+        Raises `RuntimeError` during the capture of a CUDA graph.
         """
         check_not_capturing(self.stream.device_index)
         if isinstance(stream, CudaStream):
@@ -140,17 +141,17 @@ class CudaStream:
         Staging.of(self._progress).order(self.stream, other)
 
     def wait_handle(self, handle: Handle[Any], /) -> None:
-        """Let what is queued from now on begin after `handle`; see `Handle.wait_stream`.
+        """Order later work after `handle`; see `Handle.wait_stream`.
 
-        An operation that ends on the host is waited for, in a thread other than the loop's; on the loop's it must be
-        over, else `RuntimeError` is raised, as it is while a CUDA graph is being captured.
+        If the operation ends on the host, a thread other than the loop's blocks until the end, and the loop's thread
+        raises `RuntimeError`. Raises `RuntimeError` during the capture of a CUDA graph.
         """
         check_not_capturing(self.stream.device_index)
         if (fence := internals.fence_of(handle)) is not None:
             fence.order(self, handle)
         elif not handle.done():
             if self._progress.owns_thread():
-                raise RuntimeError(f"{handle} ends on the host: await it before {self} goes on")
+                raise RuntimeError(f"{handle} ends on the host: await it before {self} continues")
             internals.block(handle)
 
     def _check(self) -> None:
@@ -170,7 +171,7 @@ class CudaStream:
         keep: Any,  # noqa: ANN401
         caller: torch.cuda.Stream | None = None,
     ) -> Handle[T]:
-        """`caller` is the other stream that `value` is lent to."""
+        """Return a handle that is done at an event recorded now, which lends `value` to the stream `caller`."""
         operation: Operation[T] = self._operation(op)
         operation.keep(keep)
         fence = Fence(self._progress, self.device)
@@ -178,7 +179,7 @@ class CudaStream:
 
         def over(error: BaseException | None) -> None:
             if error is None and caller is not None:
-                # Not before: on a device that is lost, torch cannot even free what was lent.
+                # At the end, since torch cannot free lent memory of a lost device.
                 try:
                     lend(value, caller)
                 except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
@@ -199,9 +200,9 @@ class CudaStream:
 
 
 def lend(result: object, stream: torch.cuda.Stream, but: Collection[int] = ()) -> None:
-    """Keep the memory of a result that was made on another stream from being reused while `stream` reads it.
+    """Keep the memory of a result of another stream from being reused while `stream` reads the result.
 
-    The tensors may be in any containers that torch looks into, and in dataclasses. Storages at the addresses `but` are
+    The tensors may be in dataclasses and in all containers that torch knows. Storages at the addresses `but` are
     skipped.
     """
     for t in _tensors(result):
@@ -224,13 +225,13 @@ def _tensors(x: object) -> list[Tensor]:
 
 
 def check_cuda() -> None:
-    """Raise RuntimeError where there is no CUDA device."""
+    """Raise RuntimeError if there is no CUDA device."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device here: torch.cuda.is_available() is False")
 
 
 def index_of(device: torch.device | int | str | None) -> int:
-    """Return the number of a CUDA device; raise ValueError for another kind."""
+    """Return the number of a CUDA device, or raise ValueError for another kind of device."""
     if isinstance(device, int):
         return device
     if device is None:
@@ -242,9 +243,9 @@ def index_of(device: torch.device | int | str | None) -> int:
 
 
 def event_handle(event: torch.cuda.Event) -> Handle[None]:
-    """Return a handle that is done when `event`, as it was recorded last, is over.
+    """Return a handle that is done when the last record of `event` is complete.
 
-    Raises RuntimeError while a CUDA graph is being captured.
+    Raises RuntimeError during the capture of a CUDA graph.
     """
     progress = Progress.current()
     device = event.device or torch.device("cuda", torch.cuda.current_device())
@@ -259,7 +260,7 @@ def event_handle(event: torch.cuda.Event) -> Handle[None]:
 
 
 def _end(operation: Operation[T], fence: Fence, value: T, error: BaseException | None) -> None:
-    """End an operation whose work the device has finished, or failed in."""
+    """End an operation after its work on the device, with the device's error or None."""
     fence.reached(None)
     if error is None:
         operation.resolve(value)

@@ -1,4 +1,4 @@
-"""CUDA events, reused and polled; and fences, which mark where on a device an operation ends."""
+"""CUDA events, reused and polled, and fences, which mark the end of an operation on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Then = Callable[[BaseException | None], None]
 
 _MOST_STREAMS = 256
 _LOOK_SECONDS = 0.05
-_PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which threads that launch kernels need
+_PAUSE_SECONDS = 5e-6  # between two calls of the driver, which takes a lock that threads need to launch kernels
 _COMPUTING_PAUSE_SECONDS = 50e-6  # the same while a compute thread launches kernels
 
 
@@ -28,15 +28,15 @@ class _Watched(NamedTuple):
     event: torch.cuda.Event
     then: Then
     device: int | None
-    """Where it goes back to when it is over; None for one that is not ours."""
+    """Device that takes a complete event back, or None for an event of other code."""
 
 
 class Events:
-    """All CUDA events that one loop waits for, and those that are free to record; get it with `Events.of(progress)`.
+    """All CUDA events that one loop waits for, and a pool of free events. `Events.of(progress)` returns the object.
 
-    Events of one queue end in order, so each pass asks about the oldest of each queue alone. An event goes back to
-    the pool when it is over, and is never destroyed while the loop runs: that may wait for the device. No Python runs
-    in a callback of CUDA: it would want the GIL while CUDA holds its own lock.
+    Events of one queue complete in order, so each pass queries the oldest event of each queue. A complete event returns
+    to the pool. No event is destroyed while the loop runs, since this may wait for the device. No callback of CUDA runs
+    Python, which would need the GIL while CUDA holds its own lock.
     """
 
     rings = False
@@ -45,25 +45,25 @@ class Events:
         self._progress = progress
         self.free: dict[int, list[torch.cuda.Event]] = {}
         self._streams: dict[object, torch.cuda.Stream] = {}
-        """By torch's number, device and kind of each, which are those of no other."""
+        """Streams by torch's number, device and kind, which are unique together."""
         self._queues: dict[object, deque[_Watched]] = {}
-        """By device, stream, and whether it was recorded before it came here: others may have overtaken it."""
+        """Events to poll, by device and stream, with "late" for events that were recorded before they were queued."""
         self._count = 0
         self.looked = 0.0
         progress.add_poller(self)
 
     @classmethod
     def of(cls, progress: Progress) -> Events:
-        """Return those of a loop, made at first use."""
+        """Return the object of a loop, made at first use."""
         return progress.own(cls, partial(cls, progress))
 
     def __len__(self) -> int:
         return self._count
 
     def issuing_stream(self, device: int) -> torch.cuda.Stream:
-        """Return the calling thread's current stream of `device`, which torch has opened.
+        """Return the calling thread's current stream of an open `device`.
 
-        Raises RuntimeError while it captures a CUDA graph.
+        Raises RuntimeError if the stream captures a CUDA graph.
         """
         if captures(device):
             check_not_capturing(device)
@@ -76,7 +76,7 @@ class Events:
         return found
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event that is over when all that was queued on `stream` is; from any thread."""
+        """Return an event that completes after all work queued on `stream` (any thread)."""
         free = self.free.setdefault(stream.device_index, [])
         try:
             event = free.pop()
@@ -86,26 +86,26 @@ class Events:
         return event
 
     def release(self, device: int, event: torch.cuda.Event) -> None:
-        """Let `event`, of `record`, be used again: nobody looks at it any more; from any thread."""
+        """Return `event`, which no code queries any more, to the pool (any thread)."""
         self.free.setdefault(device, []).append(event)
 
     def add(self, stream: torch.cuda.Stream, event: torch.cuda.Event, then: Then) -> None:
-        """Call `then(None)` when `event`, which `record` returned for `stream`, is over, or `then(error)`.
+        """Call `then(None)` when `event` of `record(stream)` is complete, or `then(error)` (transport lock held).
 
-        As `watch` for a caller without the lock: it records, and leaves this to `Progress.start`. Events of one stream
-        come here in the order of recording. This one is reused once `then` was called.
+        A caller without the lock records the event, and lets `Progress.start` make this call. Events of one stream
+        come in the order of recording. The event is reused after the call of `then`.
         """
         key = stream.device_index, stream.cuda_stream, "late"
         self._queue(key, _Watched(event, then, stream.device_index))
 
     def add_other(self, event: torch.cuda.Event, then: Then) -> None:
-        """Call `then(None)` when `event`, which is somebody else's, is over, or `then(error)`; with the lock held."""
+        """Call `then(None)` when `event` of other code is complete, or `then(error)` (transport lock held)."""
         self._queue(object(), _Watched(event, then, None))
 
     def watch(self, stream: torch.cuda.Stream, then: Then) -> torch.cuda.Event:
-        """Call `then(None)` when all that was queued on `stream` is over, or `then(error)` where the device failed.
+        """Call `then(None)` after all work queued on `stream`, or `then(error)` if the device fails.
 
-        With the transport lock held, now and then. Returns the event, which is reused once `then` was called.
+        Both calls have the transport lock. Returns the event, which is reused after the call of `then`.
         """
         event = self.record(stream)
         self._queue((stream.device_index, stream.cuda_stream), _Watched(event, then, stream.device_index))
@@ -117,7 +117,7 @@ class Events:
         self._progress.offloaded += 1
 
     def poll(self, until: float = 0.0) -> bool:
-        """See `Poller`; one pass, and not too soon after the last one."""
+        """Make one pass, but not too soon after the last one: see `Poller`."""
         now = perf_counter()
         if now - self.looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
             return False
@@ -125,21 +125,21 @@ class Events:
         return self.look()
 
     def look(self) -> bool:
-        """Make one pass now; with the transport lock held."""
+        """Make one pass now (transport lock held)."""
         ended = self._ended() if self._count else []
         self._count -= len(ended)
         self._progress.offloaded -= len(ended)
         for (event, then, device), error in ended:
             try:
                 then(error)
-            except Exception as raised:  # noqa: BLE001  - those behind it must still be told
-                self._progress.report(f"{then!r} failed: what waits for it is never done", raised)
+            except Exception as raised:  # noqa: BLE001  - the next ones must be called
+                self._progress.report(f"{then!r} failed: the operations that wait for it never end", raised)
             if error is None and device is not None:
                 self.release(device, event)
         return bool(ended)
 
     def _ended(self) -> list[tuple[_Watched, BackendError | None]]:
-        """Return the events that are over, each with what its device failed with."""
+        """Return the complete events, each with the error of its device or None."""
         ended: list[tuple[_Watched, BackendError | None]] = []
         for key, queue in list(self._queues.items()):
             while queue:
@@ -156,7 +156,10 @@ class Events:
 
 
 class Fence:
-    """What `handle.wait_stream` orders streams behind: made at the issue, `reached` when all of it is queued."""
+    """The point on a device after which `handle.wait_stream` orders streams.
+
+    The issue makes the fence, and `reached` sets the event when all work of the operation is queued.
+    """
 
     __slots__ = ("_device", "_event", "_progress", "_queued", "_waiter")
 
@@ -166,10 +169,13 @@ class Fence:
         self._event: torch.cuda.Event | None = None
         self._queued = False
         self._waiter: threading.Event | None = None
-        """Of the thread that waits for `_queued`: written before it looks there, read after that is written."""
+        """Event of the thread that waits for `_queued`. The thread writes this attribute before it reads `_queued`.
+
+        `reached` writes `_queued` before it reads this attribute.
+        """
 
     def reached(self, event: torch.cuda.Event | None) -> None:
-        """All of the operation is queued, and over with `event`; None: it is over, or failed."""
+        """Note that all work of the operation is queued, and ends with `event`, or has ended or failed for None."""
         self._event = event
         self._queued = True
         if self._waiter is not None:
@@ -180,7 +186,7 @@ class Fence:
         event = self._event
         try:
             return event is not None and event.query() and Events.of(self._progress).look()
-        except RuntimeError:  # the device failed, and each pass tells of that
+        except RuntimeError:  # the device failed, which each pass reports
             return False
 
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
@@ -191,39 +197,39 @@ class Fence:
             return
         if not self._queued:
             self._await_queued(handle)
-        event = self._event  # it may be over just now
+        event = self._event  # another thread may set it to None
         if event is not None:
             ordered = torch.cuda.current_stream(self._device) if stream is None else getattr(stream, "stream", stream)
             ordered.wait_event(event)
 
     def _await_queued(self, handle: Handle[Any]) -> None:
         if not self._progress.owns_thread():
-            self._waiter = waiter = threading.Event()  # another thread that waits sees it at its next look
-            # An operation that was given up is never queued, nor one whose loop is gone.
+            self._waiter = waiter = threading.Event()  # another waiting thread continues after its next timeout
+            # The operation is never queued after an abort, or if its loop was closed.
             while not (self._queued or handle.done() or self._progress.loop.is_closed()):
                 waiter.wait(_LOOK_SECONDS)
             return
-        # It may only be waiting for the holder of the lock to come round to it.
+        # The operation may only wait for the holder of the lock.
         self._progress.with_lock(self._progress.make_calls)
         if not self._queued:
             raise RuntimeError(
-                f"{handle} goes by way of the host, which still has to begin a part of it, once the ranks "
-                "agree: await it, or call wait_stream() in another thread, which then waits for that part"
+                f"the host begins a part of {handle} after the ranks agree: await it, or call wait_stream() in another "
+                "thread, which then waits for that part"
             )
 
 
 def device_error(raised: RuntimeError) -> BackendError:
-    """Return what CUDA raised as one of ours: the device is lost, and every event of it says so."""
+    """Return a `BackendError` of an error that CUDA raised, as each event of the lost device does."""
     error = BackendError(f"the CUDA device failed: {raised}")
     error.__cause__ = raised
     return error
 
 
 def idle(stream: torch.cuda.Stream) -> bool:
-    """Return True where all that was queued on `stream` is over: there is nothing to record or to wait for.
+    """Return True if all work queued on `stream` is finished, so that no event is needed.
 
-    This asks the driver, not the device: an event, on a stream that is empty too, is over only when this process has
-    its turn on a device that several share. False where the device failed: an event tells how.
+    The driver answers without the device. An event completes only when this process has its turn on a shared device,
+    also on an empty stream. False if the device failed: an event then raises the error.
     """
     try:
         return stream.query()

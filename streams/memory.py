@@ -1,4 +1,4 @@
-"""Contiguous tensors as memory: flat views, bytes, dtype names, and whether other tensors share it."""
+"""Contiguous tensors as memory: flat views, bytes, dtype names, and a test for shared memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def dtype_name(kind: torch.dtype) -> str:
-    """Return "float32" for `torch.float32`: in messages, and where ranks compare dtypes."""
+    """Return "float32" for `torch.float32`, for messages and comparisons between ranks."""
     return str(kind).removeprefix("torch.")
 
 
 def flat(t: Tensor) -> Tensor:
     """Return contiguous `t` as one dimension of the same memory, without a history.
 
-    Torch calls what has one element or none contiguous with any strides, and then refuses many a view of it:
-    the column of a batch of one may have stride 5, an expanded scalar 0.
+    A tensor of one element or none is contiguous with any strides, but torch refuses many views of it: the column of a
+    batch of one may have stride 5, an expanded scalar stride 0.
 
     >>> column = torch.ones(1, 5)[:, 0]
     >>> column.is_contiguous(), column.stride(), flat(column).stride()
@@ -39,12 +39,12 @@ def bytes_of(t: Tensor) -> Tensor:
 
 
 def numbers_of(t: Tensor) -> Tensor:
-    """Return contiguous `t` as `flat` does, bool as bytes: as it is computed with, and as NumPy takes it."""
+    """Return `flat(t)`, with bool as bytes, for arithmetic and NumPy."""
     return bytes_of(t) if t.dtype is torch.bool else flat(t)
 
 
 def shares_memory(t: Tensor) -> bool:
-    """Return whether other tensors have memory of `t`'s storage; torch does not call all of them views. Cost: 2 us."""
+    """Return True if other tensors use the storage of `t`, also tensors that torch calls no views. Cost: 2 us."""
     return _uses(t) > _ALONE
 
 

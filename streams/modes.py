@@ -1,16 +1,15 @@
 """Torch's modes belong to a thread; this module carries them between threads and tasks.
 
-Carried are grad mode, inference mode, autocast (on or off, dtype, cache), the default device together with every
+The module carries grad mode, inference mode, autocast (on or off, dtype, cache), the default device together with every
 other function mode (`torch.overrides.TorchFunctionMode`), and the current CUDA device with the current stream of each
-device. Saved-tensor hooks and Python dispatch modes are not.
+device. Saved-tensor hooks and Python dispatch modes stay.
 
-[Note: modes are absolute] `torch.no_grad()`, autocast and `inference_mode` remember what they find and put exactly
-that back. So blocks of different tasks may overlap in any way, as long as each task finds, whenever it runs, the
-modes that it left.
+[Note: modes are absolute] `torch.no_grad()`, autocast and `inference_mode` restore exactly the modes that they found.
+So blocks of different tasks may overlap in any way if each task finds the modes that it left.
 
-[Note: inference mode] Nothing sets it but a guard that, when it ends, puts grad mode, inference mode and the
-dispatch keys back as it found them. To leave inference mode while a task is suspended, open a guard that switches
-it off; to go on, end that guard.
+[Note: inference mode] Only a guard sets inference mode. The end of the guard restores grad mode, inference mode and the
+dispatch keys. To leave inference mode while a task is suspended, open a guard that switches the mode off. To continue
+the task, end that guard.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 _grad = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
-# The depth of autocast blocks, which has no getter. A block with enabled=False counts: it changes the dtype.
+# The depth of autocast blocks, which has no getter. A block with enabled=False counts, since it changes the dtype.
 _deeper = torch.autocast_increment_nesting
 _back = torch.autocast_decrement_nesting
 
 
 Place = tuple[int, tuple[torch.cuda.Stream, ...]]
-"""The current CUDA device, and of each device the current stream; see `_place`."""
+"""The current CUDA device, and the current stream of each device."""
 
 
 def _place() -> Place | None:
-    """Return where this thread's CUDA work goes, None where that is where torch starts: nothing is set, or no CUDA."""
+    """Return the place of this thread's CUDA work, or None for torch's default place or without CUDA."""
     if not torch.cuda.is_initialized():
         return None
     device, count = device_index(), range(torch.cuda.device_count())
     if not device and not any(stream_key(index)[0] for index in count):
-        return None  # asked so, it costs a tenth of what objects for the streams do
+        return None  # objects for the streams would take ten times as long
     return device, tuple(map(torch.cuda.current_stream, count))
 
 
@@ -64,7 +63,7 @@ def _go_to(place: Place | None) -> None:
 
 
 def plain() -> bool:
-    """Return True when this thread's modes are those that torch starts with; costs 0.3 us."""
+    """Return True if this thread has torch's initial modes; costs 0.3 us."""
     return (
         _grad()
         and not _inference()
@@ -76,7 +75,7 @@ def plain() -> bool:
 
 
 class Autocast(NamedTuple):
-    """What `torch.autocast` changes, on each of `_AUTOCAST_DEVICES`."""
+    """The state of `torch.autocast`, on each of `_AUTOCAST_DEVICES`."""
 
     enabled: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -85,18 +84,18 @@ class Autocast(NamedTuple):
 
     @classmethod
     def capture(cls) -> Autocast:
-        """Return what this thread has."""
+        """Return this thread's state."""
         enabled = tuple([torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES])
         dtypes = tuple([torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES])
         _deeper()
         return cls(enabled, dtypes, torch.is_autocast_cache_enabled(), _back())
 
     def apply(self) -> None:
-        """Give it to this thread."""
+        """Set this thread's state."""
         depth = _deeper() - 1
         _back()
         if depth:
-            # What one task has cast must serve no other: the weights may change in between.
+            # No task may use the casts of another one, since the weights may change in between.
             torch.clear_autocast_cache()
         for device, enabled, dtype in zip(_AUTOCAST_DEVICES, self.enabled, self.dtypes, strict=True):
             torch.set_autocast_enabled(device, enabled)
@@ -114,11 +113,11 @@ class Modes(NamedTuple):
     grad: bool
     inference: bool
     autocast: Autocast
-    functions: tuple[Any, ...]  # the stack of function modes, outermost first; a default device is one
+    functions: tuple[Any, ...]  # the stack of function modes, outermost first; a default device is a function mode
     default_device: Any  # the context that torch.set_default_device entered, or None
-    traced_device: torch.device | None  # the default device that torch.compile sees: one for the whole process
+    traced_device: torch.device | None  # the default device for torch.compile, one for the process
     place: Place | None
-    simple: bool  # nothing but grad mode and a place, and such modes are always the same object
+    simple: bool  # True if only grad mode and place may differ from torch's; equal ones are the same object
 
     @classmethod
     def capture(cls) -> Modes:
@@ -144,7 +143,7 @@ class Modes(NamedTuple):
         )
 
     def in_force(self) -> bool:
-        """Return True when the calling thread has these modes; an autocast dtype with no autocast is not seen."""
+        """Return True if the calling thread has these modes, but for the autocast dtype without an autocast block."""
         if _grad() is not self.grad or _inference() is not self.inference or _functions() != len(self.functions):
             return False
         if _any_autocast() or _deeper() + _back() != 1:
@@ -158,7 +157,7 @@ class Modes(NamedTuple):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put these modes in force on this thread for a block, which may change them."""
+        """Return a block with these modes, which the block may change."""
         switch = ModeSwitch(self)
         switch.enter()
         try:
@@ -167,7 +166,10 @@ class Modes(NamedTuple):
             switch.leave(last=True)
 
     def apply(self, now: Modes, *, all_of_it: bool) -> None:
-        """Change what differs from `now`, save inference mode; `all_of_it` when a guard has moved the rest."""
+        """Change the modes from `now` to these, except inference mode.
+
+        True for `all_of_it` sets grad mode and autocast anyway, since a guard has changed them.
+        """
         _set_grad_enabled(self.grad)
         if all_of_it or now.autocast != self.autocast:
             self.autocast.apply()
@@ -198,9 +200,9 @@ def _simple_modes(grad: bool, cpu: torch.dtype, cuda: torch.dtype, cache: bool, 
 
 
 class ModeSwitch:
-    """The modes of one activity on a thread that others use too: `enter` and `leave` surround each stretch of it.
+    """The modes of one activity on a shared thread. `enter` and `leave` surround each part of the activity.
 
-    `mine` are its modes, as it left them at its last stretch; `outside` those of the thread around the last one.
+    `mine` are the modes at the end of the last part, and `outside` the thread's modes around that part.
     """
 
     __slots__ = ("_ended", "_opened", "mine", "outside")
@@ -208,11 +210,11 @@ class ModeSwitch:
     def __init__(self, mine: Modes, outside: Modes | None = None) -> None:
         self.mine = mine
         self.outside = outside or mine
-        self._opened: list[Any] = []  # guards to end when the activity is over
-        self._ended: Any = None  # the guard to end when it goes on
+        self._opened: list[Any] = []  # guards to end after the activity
+        self._ended: Any = None  # the guard to end when the activity continues
 
     def enter(self) -> None:
-        """Put `mine` in force."""
+        """Set the modes `mine`."""
         mine, outside = self.mine, self.outside
         if not outside.in_force():
             outside = self.outside = Modes.capture()
@@ -228,7 +230,7 @@ class ModeSwitch:
             mine.apply(outside, all_of_it=guarded)
 
     def leave(self, *, last: bool = False) -> bool:
-        """Take `mine` down and put `outside` in force; return True when both are what torch starts with."""
+        """Set the modes `outside`. Return True if they are torch's initial modes, as `mine` are."""
         mine, outside = self.mine, self.outside
         if not mine.in_force():
             mine = Modes.capture()
@@ -246,8 +248,8 @@ class ModeSwitch:
         return mine is outside and mine.simple and mine.grad and mine.place is None
 
 
-# The guards of activities that ended inside an inference mode which somebody else will end: ending ours would bring
-# that back, and a guard ends when it is collected.
+# Guards of activities that ended in an inference mode of other code. The end of such a guard, as by the garbage
+# collector, would restore that mode.
 _never_ended: list[Any] = []
 
 

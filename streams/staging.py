@@ -1,8 +1,8 @@
 """Copies between host and device, through pinned memory if the host tensor is not pinned.
 
-[Note: streams for copies alone] A loop has two streams on each device, one for each direction, on which nothing is
-queued but copies that can begin at once: all that they depend on is known to be over. So no copy there waits for
-another operation, whose turn may come only when this one is over on some other rank.
+[Note: streams for copies alone] A loop has two streams on each device, one for each direction. Only copies that can
+begin immediately are queued there, since all work that they need is finished. So no copy there waits for another
+operation, which may wait for this one on another rank.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 """(into, from) each, of equal dtype and number of elements."""
 
 PINNED_BYTES = 64 << 20
-"""How much of a host's memory is pinned for a loop's buffers at a time."""
+"""Most pinned memory of a loop's buffers, in bytes."""
 
 _as_it_is = nullcontext()
 
 
 class _Pinned:
-    """How many bytes are pinned for a loop's buffers: all that these keep of the loop."""
+    """Count of pinned bytes of a loop's buffers. The buffers keep only this object of the loop."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._lock = threading.RLock()  # a collection of garbage may come in between
+        self._lock = threading.RLock()  # the garbage collector may call `add` inside
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -47,15 +47,15 @@ class _Pinned:
 
 
 class Staging:
-    """What one loop copies between host and devices; get it with `Staging.of(progress)`.
+    """Copies of one loop between host and devices. `Staging.of(progress)` returns the object.
 
-    Methods that copy raise nothing: errors reach `finish`, which is called once, when nothing touches the tensors any
-    more. The caller keeps the tensors until then. A host's tensor that is not pinned, or not dense, goes through a
-    pinned copy: on its way to the device at the call, on its way to the host at the end.
+    Methods that copy raise nothing. They call `finish` once, with the error or None, after the last use of the tensors.
+    The caller keeps the tensors until then. A host's tensor that is not pinned, or not dense, is copied through pinned
+    memory: at the call if the device is the target, otherwise at the end.
     """
 
     piece_bytes = 2 << 20
-    """How much of a message passes through pinned memory at a time; the same on all ranks."""
+    """Bytes of a message that pass through pinned memory at a time, the same on all ranks."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -66,14 +66,14 @@ class Staging:
 
     @classmethod
     def of(cls, progress: Progress) -> Staging:
-        """Return that of a loop, made at first use; from any thread."""
+        """Return the object of a loop, made at first use (any thread)."""
         return progress.own(cls, lambda: cls(progress))
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Return new flat bytes of pinned memory, beyond `PINNED_BYTES` or where none can be pinned of ordinary memory.
+        """Return new flat bytes of pinned memory (any thread).
 
-        From any thread. Torch keeps what was pinned for what is pinned next, and gives it anew only when no copy uses
-        it any more.
+        The memory is ordinary memory beyond `PINNED_BYTES`, or if the host cannot pin memory. Torch reuses a freed
+        pinned buffer once no copy uses the buffer.
         """
         with torch.inference_mode(False):
             if self._pins and 0 < nbytes <= PINNED_BYTES - self._pinned.nbytes:
@@ -85,38 +85,38 @@ class Staging:
                 except RuntimeError as error:
                     self._pins = False
                     text = str(error).strip().partition("\n")[0]
-                    told = f"host memory cannot be pinned, so copies to and from CUDA devices are slower: {text}"
-                    # On the loop: where warnings are errors, they must not end a transfer.
-                    self.progress.post(partial(warnings.warn, told, RuntimeWarning))
+                    warning = f"host memory cannot be pinned, so copies to and from CUDA devices are slower: {text}"
+                    # The loop warns, since a warning that is an error must not end a transfer.
+                    self.progress.post(partial(warnings.warn, warning, RuntimeWarning))
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def to_host(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream for copies to the host that can begin at once, and nothing else: see the note."""
+        """Return the stream for copies to the host: see the note."""
         return self._stream(device.index, upwards=False)
 
     def to_device(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the same for copies to the device."""
+        """Return the stream for copies to the device: see the note."""
         return self._stream(device.index, upwards=True)
 
     def _stream(self, index: int, *, upwards: bool) -> torch.cuda.Stream:
         found = self._streams.get((upwards, index))
         if found is None:
-            # Of the pool of high priority, which few use: in the other one torch deals 32 streams in turn to everybody.
+            # Torch has 32 streams of each priority, which all code shares. Little code uses the high priority.
             found = self._streams[upwards, index] = torch.cuda.Stream(device=index, priority=-1)
         return found
 
     def order(self, stream: torch.cuda.Stream, behind: torch.cuda.Stream) -> None:
-        """Let what is queued on `stream` from now on begin after what `behind` has queued; may raise RuntimeError."""
+        """Order later work of `stream` after the work queued on `behind`. May raise RuntimeError."""
         if stream != behind:
             event = self.events.record(behind)
             stream.wait_event(event)
-            # What is waited for is what was recorded by now: the event may be recorded anew.
+            # The wait is for this record of the event, which may be recorded again.
             self.events.release(behind.device_index, event)
 
     def copy(self, into: Tensor, t: Tensor, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
-        """Copy `t` into `into`, of equal shape and dtype, of which at least one lies on the device of `stream`.
+        """Copy `t` into `into`, of equal shape and dtype. At least one is on the device of `stream`.
 
-        As `copies`, but on the loop's thread and without the lock. Tensors may have any strides.
+        As `copies`, but on the loop's thread without the lock. The tensors may have any strides.
         """
         finish = _recorded([(into, t)], finish)
         try:
@@ -129,10 +129,10 @@ class Staging:
             self.progress.start(partial(self.events.add, stream, event, over))
 
     def copies(self, pairs: Copies, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
-        """Queue these copies between the host and the device of `stream` there.
+        """Queue copies between the host and the device of `stream` (any thread, transport lock held).
 
-        With the transport lock held, from any thread, as is `finish`. `reached(event)` is called when all is queued,
-        and `event` is what ends it; what `stream` queues from then on finds it done, on the device.
+        Call `reached(event)` when all copies are queued. Later work of `stream` finds them finished, as does code on
+        the device that waits for `event`. `finish` is called with the lock held too.
         """
         finish = _recorded(pairs, finish)
         try:
@@ -143,9 +143,9 @@ class Staging:
             reached(event)
 
     def _queue(self, pairs: Copies, stream: torch.cuda.Stream, finish: Done) -> Done:
-        """Queue copies; return what is to be called when the device has made them."""
+        """Queue copies, and return a function to be called when the device has made them."""
         after: list[tuple[Tensor, Tensor]] = []
-        """What the host copies then."""
+        """Copies for the host to make then."""
         kept: list[Tensor] = []
         with OnStream(stream):
             for into, t in pairs:
@@ -160,23 +160,23 @@ class Staging:
                 kept.append(t)
                 _copy(into, t if t.is_cpu else t.resolve_conj().resolve_neg())
         if sum(into.nbytes for into, _ in after) >= LARGE_BYTES:
-            finish = self.progress.counted(finish)  # the host copies for long: not on the loop
+            finish = self.progress.counted(finish)  # the host's copies take long, so the loop must not make them
         return partial(_over, (pairs, kept), after, finish)
 
     def _dense(self, like: Tensor) -> Tensor:
         return self.buffer(like.nbytes).view(like.dtype).view(like.shape)
 
     def told(self, error: Exception, stream: torch.cuda.Stream) -> Exception:
-        """Return `error` of a copy on `stream` as one of ours."""
+        """Return the error of a copy on `stream` as an `AiodistError`, if torch raised it."""
         if isinstance(error, AiodistError) or not isinstance(error, RuntimeError):
             return error
-        told = BackendError(f"a copy on {stream.device} failed: {error}")
-        told.__cause__ = error
-        return told
+        failure = BackendError(f"a copy on {stream.device} failed: {error}")
+        failure.__cause__ = error
+        return failure
 
 
 def _is_direct(t: Tensor) -> bool:
-    """Return True where the device copies from or to a host's tensor by itself."""
+    """Return True if the device can copy from or to a host's tensor without a pinned copy."""
     return not t.numel() or (t.is_pinned() and t.is_contiguous() and not t.is_conj() and not t.is_neg())
 
 
@@ -185,24 +185,24 @@ def _writable(t: Tensor) -> AbstractContextManager[object]:
 
 
 def _copy(into: Tensor, t: Tensor) -> None:
-    if t.numel():  # else there is nothing to queue
+    if t.numel():
         with _writable(into):
             into.detach().copy_(t.detach(), non_blocking=True)
 
 
 def _over(keep: object, after: Copies, finish: Done, error: BaseException | None) -> None:
-    """Finish, with `keep` alive until then, once the host has made its copies."""
+    """Make the host's copies, then call `finish`. `keep` stays alive until then."""
     if error is None:
         try:
             for into, t in after:
                 _copy(into, t)
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the copy
+        except Exception as raised:  # noqa: BLE001  - the error belongs to the task that awaits the copy
             error = raised
     finish(error)
 
 
 def _recorded(pairs: Copies, finish: Done) -> Done:
-    """Return `finish`, which also tells a trace of the copies that begin now."""
+    """Return `finish`, which also adds the copies to a trace if one is recorded."""
     if tracing.to is None:
         return finish
     into, t = pairs[0]

@@ -12,8 +12,9 @@ __all__ = ["check_writable", "check_written", "increment_version"]
 def check_writable(t: Tensor, call: object, name: str = "") -> None:
     """Raise RuntimeError if `call` would write into `t`, called `name`, while autograd records operations on it.
 
-    torch refuses the same for a leaf that requires grad, and for a view of it that was made under `no_grad`. It records
-    its own operations on a tensor with a history; communication is not recorded, so `t` would have a wrong gradient.
+    Torch too refuses to write into a leaf that requires grad, and into a view of a leaf that was made under `no_grad`.
+    Autograd records torch's operations on a tensor with a history, but no communication. So `t` would have a wrong
+    gradient.
     """
     if not (t.requires_grad and torch.is_grad_enabled()):
         return
@@ -26,9 +27,9 @@ def check_writable(t: Tensor, call: object, name: str = "") -> None:
 
 
 def check_written(ts: object, call: str, name: str = "t") -> None:
-    """Raise what `check_writable` raises for a tensor, or one of a list, that `call` writes on some ranks.
+    """Apply `check_writable` to a tensor, or to each one of a list, that `call` writes on some ranks.
 
-    Ranks that only read it refuse it too: the call is the same line on all of them, and refuses it on all or on none.
+    Ranks that only read the tensor refuse it too. So the call, the same line on all ranks, raises on all or on none.
     """
     for i, t in enumerate(ts if isinstance(ts, (list, tuple)) else (ts,)):
         if isinstance(t, Tensor) and t.requires_grad:
