@@ -70,6 +70,31 @@ _PLACES = (
 
 
 @dataclass(frozen=True)
+class Generation:
+    """The ranks of an elastic job between two changes of its ranks."""
+
+    number: int
+    """Number from 0. Each generation has a higher one than all before, also than those that never began."""
+    previous: tuple[int | None, ...]
+    """Rank of each rank in the generation before, or None for a rank that joined, as all of the first generation."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.previous)
+
+    @property
+    def survivors(self) -> list[int]:
+        """Ranks, in the generation before, of those that continue."""
+        return [rank for rank in self.previous if rank is not None]
+
+    @property
+    def joiners(self) -> list[int]:
+        """Ranks that were not in the generation before."""
+        return [rank for rank, before in enumerate(self.previous) if before is None]
+
+
+@dataclass(frozen=True)
 class Environment:
     """This process's place in its job, and the settings that variables may carry."""
 
@@ -96,11 +121,9 @@ class Environment:
     selector: str | None
     """A file with the selector's table, or "none": not even a measured one."""
     elastic: tuple[int, int] | None
-    """How few and how many ranks the job may have; None: it is not elastic."""
-    generation: int
-    """Of an elastic job, the one that this process is started for."""
-    previous: tuple[int | None, ...]
-    """For each rank of it its rank in the one before; None of those that join, as all of the first do."""
+    """Fewest and most ranks of the job, or None if the job is not elastic."""
+    generation: Generation
+    """Generation that this process is started for, 0 without an elastic job."""
     trace: str | None
     """A folder: what the ranks do is recorded there."""
     stragglers: bool
@@ -131,8 +154,7 @@ class Environment:
             job=_integer(environ, "AIODIST_JOB") if environ.get("AIODIST_JOB") else os.getpid(),
             selector=environ.get("AIODIST_SELECTOR") or None,
             elastic=_elastic(environ),
-            generation=_integer(environ, "AIODIST_GENERATION") if environ.get("AIODIST_GENERATION") else 0,
-            previous=_previous(environ, size),
+            generation=_generation(environ, size),
             trace=environ.get("AIODIST_TRACE") or None,
             stragglers=_flag(environ, "AIODIST_STRAGGLERS"),
             variables=dict(environ),
@@ -168,12 +190,13 @@ def _elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
         raise ConfigError(f"AIODIST_ELASTIC={said!r}: expected MIN:MAX") from None
 
 
-def _previous(environ: Mapping[str, str], size: int) -> tuple[int | None, ...]:
+def _generation(environ: Mapping[str, str], size: int) -> Generation:
+    number = _integer(environ, "AIODIST_GENERATION") if environ.get("AIODIST_GENERATION") else 0
     said = environ.get("AIODIST_PREVIOUS", "," * (size - 1))
     found = [before for before in said.split(",") if not before or before.isdecimal()]
     if len(found) != size or said.count(",") != size - 1:
         raise ConfigError(f"AIODIST_PREVIOUS={said!r}: expected a rank or nothing for each of {size} ranks")
-    return tuple([int(before) if before else None for before in found])
+    return Generation(number, tuple([int(before) if before else None for before in found]))
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

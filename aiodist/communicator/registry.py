@@ -22,7 +22,7 @@ from aiodist.communicator.leftovers import made_by_program
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.resources import Resources
 from aiodist.control import disagreement
-from aiodist.control.generations import Generation
+from aiodist.env import Generation
 from aiodist.errors import (
     AiodistError,
     BackendError,
@@ -156,6 +156,13 @@ class Registry(Generic[C]):
         return made
 
     # --- generations -----------------------------------------------------------------------------------------
+
+    def follow(self, before: Registry[C]) -> None:
+        """Continue the program of the world `before`, of an earlier generation."""
+        self.portal = before.portal
+        self.resources.stop_requested = before.resources.stop_requested
+        if before.kept is not None:
+            before.kept.follow(self)
 
     def regroup(self, comm: C, joiners: int, timeout: float | None) -> Handle[C]:
         """Return the handle of the next generation's world, or raise ConfigError if this one is not elastic."""

@@ -13,7 +13,7 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.agreement import Agreement, Dissemination
 from aiodist.communicator.facts import WaitingCall
 from aiodist.communicator.operation import CommunicatorOperation
-from aiodist.control.generations import Generation
+from aiodist.env import Generation
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
 

@@ -14,10 +14,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from aiodist.control.generations import Members
 from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
-from aiodist.control.roster import Exit, Roster, Store
+from aiodist.control.roster import Exit, Members, Roster, Store
 from aiodist.frames import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 from aiodist.handshake import Hello, Refused
 

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from aiodist.control.channel import Channel, ChannelClosed
-from aiodist.control.generations import Members
-from aiodist.control.roster import Exit, Store
+from aiodist.control.roster import Exit, Members, Store
 from aiodist.control.thread import settle
 from aiodist.frames import EVERYBODY, Kind, frame, pack
 

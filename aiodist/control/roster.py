@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
 from aiodist.control.texts import name_ranks
 from aiodist.errors import PeerLost, RemoteError
@@ -104,8 +104,24 @@ class Roster:
         }
 
 
-Waiter = tuple[int, int]  # who asks: a rank, and the number of its request
-Reply = Callable[[object, Exception | None], object]
+Waiter = tuple[int, int]  # a rank, and the number of its request
+Reply = Callable[[Any, Exception | None], object]
+
+
+class Members(Protocol):
+    """The ranks of an elastic job, as its hub reports them. The hub is that of one generation."""
+
+    def ask(self, rank: int, joiners: int, reply: Reply) -> None:
+        """A rank asks for the next generation, with so many new ranks."""
+
+    def missing(self, rank: int) -> dict[int, str]:
+        """Return the ranks that a rank waits for, each with the reason."""
+
+    def joined(self, rank: int) -> None:
+        """A rank has joined."""
+
+    def left(self, exit: Exit) -> None:
+        """A rank has left."""
 
 
 class Store:

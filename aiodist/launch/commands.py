@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from aiodist.control.generations import Generation
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.hosts import Host, interface, ranks_beside
 from aiodist.types import check_timeout
@@ -240,17 +239,6 @@ def place_variables(rank: int, size: int, hosts: Sequence[Host] = ()) -> dict[st
         "AIODIST_SIZE": str(size),
         "AIODIST_LOCAL_RANK": str(rank - here.start),
         "AIODIST_LOCAL_SIZE": str(len(here)),
-    }
-
-
-def joiner_variables(generation: Generation, rank: int, address: str) -> dict[str, str]:
-    """Return the variables that tell a new rank of an elastic job its place in a generation, which meets there."""
-    return {
-        "AIODIST_RANK": str(rank),
-        "AIODIST_SIZE": str(generation.size),
-        "AIODIST_RENDEZVOUS": address,
-        "AIODIST_GENERATION": str(generation.number),
-        "AIODIST_PREVIOUS": ",".join("" if before is None else str(before) for before in generation.previous),
     }
 
 

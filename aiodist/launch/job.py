@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from aiodist.control import Hub
+from aiodist.elastic.sessions import ElasticSessions
 from aiodist.env import variables
 from aiodist.errors import ConfigError, LaunchError
 from aiodist.launch import commands, discover, hosts
 from aiodist.launch.commands import Job, Mpi
-from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, ProcessEnded, Processes
 from aiodist.launch.ranks import Ranks
@@ -199,7 +199,7 @@ class _Growth:
         for i, number in enumerate(places):
             self.output.add(number)
             self.supervisor.started(number)
-            self.guards.choose([*living, *list(places)[:i]], self.elastic.over - self.ranks.came)
+            self.guards.choose([*living, *list(places)[:i]], self.elastic.ended - self.ranks.came)
             asyncio.get_running_loop().call_later(START_TIMEOUT, self._kill_late, number)
         usual = self.starts[0]
         for number, place in places.items():

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control import name_ranks
+from aiodist.elastic.sessions import ElasticSessions
 from aiodist.errors import LaunchError
-from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Finished, Ranks
@@ -148,7 +148,7 @@ class Supervisor:
             return
         elastic = self._elastic
         if elastic is not None:
-            elastic.ended(ending.rank, describe(ending.code))
+            elastic.end(ending.rank, describe(ending.code))
         if elastic is not None and ending.rank in elastic.dismissed:
             self._judge(self._verdict.dismissed(ending.rank))
             return

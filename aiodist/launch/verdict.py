@@ -31,8 +31,8 @@ from aiodist.control.texts import name_ranks
 
 if TYPE_CHECKING:
     from aiodist.control.roster import Roster
+    from aiodist.elastic.sessions import ElasticSessions
     from aiodist.launch.commands import Job
-    from aiodist.launch.elastic import ElasticSessions
 
 HOLD = 1.5
 _GOODBYE_TRAVELS = 0.5

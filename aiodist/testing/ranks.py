@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar, cast
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.control import Channel, InProcessChannel, in_process
-from aiodist.control.generations import Generation, Generations, Members
+from aiodist.elastic.generations import GenerationMembers, Generations
+from aiodist.env import Generation
 from aiodist.errors import DeadlockError, LaunchError, PeerError, PeerLost
 from aiodist.handles import listed
 from aiodist.handles.stacks import line_of_task
@@ -192,7 +193,7 @@ class _RanksJob(Generic[T]):
         limit = None if timeout is None else loop.call_later(timeout, TimeLimit(self._late, timeout))
         first = Generation(0, (None,) * self.size)
         if self.elastic is not None:
-            self.form(first, Members(self._generations))
+            self.form(first, GenerationMembers(self._generations))
         else:
             for rank in range(self.size):
                 self._start(first, rank)
@@ -242,7 +243,7 @@ class _RanksJob(Generic[T]):
 
     # --- an elastic job: see `Sessions` --------------------------------------------------------------------
 
-    def form(self, generation: Generation, members: Members) -> None:
+    def form(self, generation: Generation, members: GenerationMembers) -> None:
         """Open the session of a generation, and start those who join."""
         current = self._generations.machine.current.number
         self._sessions = {number: session for number, session in self._sessions.items() if number >= current}

@@ -15,8 +15,7 @@ from aiodist.communicator.registry import Registry
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.communicator.watchdog import Watch
-from aiodist.control.generations import Generation
-from aiodist.env import Environment, Starter
+from aiodist.env import Environment, Generation, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Progress
 from aiodist.topology import Topology

@@ -23,7 +23,7 @@ from aiodist.collectives.operations import allgather
 from aiodist.communicator.registry import DRAIN_SECONDS
 from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, in_process
 from aiodist.control.thread import settle_soon
-from aiodist.env import Environment
+from aiodist.env import Environment, Generation
 from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
 from aiodist.handles import Operation, Progress
 from aiodist.handles.kernel import Program
@@ -35,7 +35,6 @@ from aiodist.world.leaving import the_end
 if TYPE_CHECKING:
     from aiodist.backends.base import Transport
     from aiodist.backends.mpi import MpiTransport
-    from aiodist.control.generations import Generation
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ import torch
 
 from aiodist.communicator import Communicator, Hierarchy, parts_of
 from aiodist.communicator.report import REPORT_SECONDS
+from aiodist.elastic.recovery import Recovery
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.handles import Handle, from_future
@@ -26,8 +27,8 @@ from aiodist.types import renamed
 from aiodist.world.generation import RankWorld, WorldOptions
 from aiodist.world.isolation import isolate, isolated
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
+from aiodist.world.opener import WorldOpener
 from aiodist.world.opening import Introduction, Limits, RankSeat, current_place, find_place
-from aiodist.world.recovery import Recovery
 from aiodist.world.tracebacks import fold_tracebacks
 
 __all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
@@ -198,7 +199,7 @@ async def _life_of(
 ) -> Recovery | RankWorld:
     """Return what opens and closes the world."""
     if elastic:
-        return await Recovery.of(options, backend, given)
+        return await Recovery.of(WorldOpener(options, backend, given))
     if given is not None:
         place = given.take()
     else:

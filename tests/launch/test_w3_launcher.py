@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from aiodist.control.generations import Generation
 from aiodist.control.roster import Roster
+from aiodist.elastic.sessions import ElasticSessions, joiner_variables
+from aiodist.env import Generation
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands
-from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.hosts import Host
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Finished
@@ -66,10 +66,10 @@ def test_w3_the_range_is_two_numbers(text: str) -> None:
 def test_w3_a_rank_that_joins_is_told_its_place() -> None:
     common = commands.common_variables({"AIODIST_GENERATION": "7"}, "tcp://here:1", "secret", elastic=(1, 4))
     first = Environment.read({**common, **commands.place_variables(1, 2)})
-    assert (first.elastic, first.generation, first.previous) == ((1, 4), 0, (None, None))
-    place = commands.joiner_variables(Generation(3, (0, 2, None)), 2, "tcp://there:2")
+    assert (first.elastic, first.generation) == ((1, 4), Generation(0, (None, None)))
+    place = joiner_variables(Generation(3, (0, 2, None)), 2, "tcp://there:2")
     joiner = Environment.read({**common, **place})
-    assert (joiner.generation, joiner.previous, joiner.rank, joiner.size) == (3, (0, 2, None), 2, 3)
+    assert (joiner.generation, joiner.rank, joiner.size) == (Generation(3, (0, 2, None)), 2, 3)
     assert joiner.rendezvous == "tcp://there:2"
 
 

@@ -27,9 +27,10 @@ RULES = {
     "collectives": "choice.availability choice.selector choice.table cuda.staging hierarchical implementations "
     "endpoint scheduled",
     "communicator": "claims conversation facts fingerprint levels messages oplog",
-    "control": "generations roster",
+    "control": "roster",
     "data": "nesting queue_machine shards",
     "doctor": "findings",
+    "elastic": "generations",
     "launch": "tracebacks verdict",
     "nn": "blocks layout pass_machine pass_status",
     "ps": "machines optimizers row_store rows rules settings wire",
@@ -44,6 +45,8 @@ TESTED_IN = {
     "collectives": {"collectives", "communicator", "gpu"},
     "control": {"control", "launch"},
     "doctor": {"launch"},
+    "env": {"launch"},
+    "elastic": {"elastic", "launch"},
     "frames": {"control", "launch"},
     "handshake": {"control", "launch"},
     "schedules": {"bench", "collectives", "communicator", "lifecycle", "schedules"},
@@ -61,10 +64,11 @@ PARTS = {
     "bench.tuning",
     "files, and how they are written": "checkpoints.folders checkpoints.writer "
     "collectives.choice.tablefile launch.scratch",
-    "the launcher and the doctor, with processes of the test": "launch.commands launch.discover launch.elastic "
+    "the launcher and the doctor, with processes of the test": "launch.commands launch.discover elastic.sessions env "
     "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.start launch.worker "
     "doctor.ask doctor.here doctor.hosts world.pinning",
     "the control channel, with sockets of the test": "control.link control.places frames handshake",
+    "the interface that mypy compares": "elastic.rebinding",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls nn.buckets ps.pool threads world.isolation",

@@ -79,9 +79,9 @@ def test_w3_everything_of_the_old_world_raises_and_what_was_pending_has_the_lost
             await pair.barrier()  # the lost rank has no part in it
             new = await coll.shrink()
             for old in (coll, twin, pair):
-                with pytest.raises(CommunicatorAborted, match="go on in another one"):
+                with pytest.raises(CommunicatorAborted, match="continue in another one"):
                     old.barrier()
-            with pytest.raises(CommunicatorAborted, match="go on in another one"):
+            with pytest.raises(CommunicatorAborted, match="continue in another one"):
                 coll.shrink()
             assert await total(new) == 11
             assert await total(await new.dup()) == 11
@@ -223,7 +223,7 @@ def test_w3_when_one_rank_shrinks_the_others_are_told_and_are_to_come() -> None:
                     await handle
                 assert sorted(late.value.late) == [0, 2]
                 assert "has not asked" in late.value.late[0]
-                with pytest.raises(aiodist.CommunicatorError, match="is under way"):
+                with pytest.raises(aiodist.CommunicatorError, match="is in flight"):
                     coll.shrink()
                 new = await handle  # it goes on
             else:
@@ -370,7 +370,7 @@ def test_w3_a_world_that_is_left_while_it_shrinks_is_an_error() -> None:
         async with aiodist.init(elastic=True) as coll:
             coll.shrink().detach()
 
-    with pytest.raises(aiodist.CommunicatorError, match=r"shrink.* was under way"):
+    with pytest.raises(aiodist.CommunicatorError, match=r"shrink.* was in flight"):
         run_ranks(2, main, elastic=(1, 2))
 
 

@@ -1,71 +1,46 @@
-"""One generation of ranks after another: who goes on when a rank was lost, and who joins them. No input, no output.
+"""The generations of an elastic job: which ranks continue after a loss, and which ranks join. No I/O.
 
-A job that is elastic has one session of the hub after another. The ranks of one *generation* ask to regroup; once all
-of them that live have asked, the next is formed: they keep their order, and ranks that join come behind them. It begins
-when each of its ranks has come to its session, and only then is the one before over: until then a rank that leaves, or
-asks anew, ends what was formed, and they start over. So each rank that lives is in the current generation, or on its
-way to the next from it. What comes from a session that is over, or was given up, is no news.
+Each generation has a session of its own at a hub. Its ranks ask to regroup. When all live ones have asked, the next
+generation is formed: they keep their order, and new ranks follow. It begins when all its ranks have joined its session,
+and only then does the current one end. A rank that leaves or asks again before ends the formed generation, and the
+ranks start again. So each live rank is in the current generation, or moving from it to the next. Events of an ended
+session are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from aiodist.control.roster import Exit
+from aiodist.control.roster import Exit, Reply
 from aiodist.control.texts import disagreement, name_ranks
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The ranks of an elastic job between two changes of who they are."""
-
-    number: int
-    """From 0; each has a higher one than all before, also than those that never began."""
-    previous: tuple[int | None, ...]
-    """For each rank its rank in the generation before; None of one that joined, as all of the first have."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.previous)
-
-    @property
-    def survivors(self) -> list[int]:
-        """The ranks that they have in the generation before, of those who were there."""
-        return [rank for rank in self.previous if rank is not None]
-
-    @property
-    def joiners(self) -> list[int]:
-        """The ranks that were not there before."""
-        return [rank for rank, before in enumerate(self.previous) if before is None]
+from aiodist.env import Generation
 
 
 class Refusal(StrEnum):
-    """Why ranks are not told of a next generation."""
+    """Why there is no next generation for a rank that asks."""
 
-    OUTSIDE = "outside"  # the others have gone on without this rank
+    OUTSIDE = "outside"  # the others continue without this rank
     DISAGREE = "disagree"
     LEFT = "left"  # a rank of the current generation has left; it can only shrink
-    CANCELLED = "cancelled"  # one that was to join never came
+    CANCELLED = "cancelled"  # a new rank did not join
 
 
 class Form(NamedTuple):
-    """Open a session for it, and start those who join."""
+    """Open the session of a generation, and start its new ranks."""
 
     generation: Generation
 
 
 class Admit(NamedTuple):
-    """Tell its survivors, by their ranks before, where it meets."""
+    """Send the address of a generation to its survivors."""
 
     generation: Generation
 
 
 class Refuse(NamedTuple):
-    """Tell ranks of the current generation why there will be no next one now."""
+    """Refuse the next generation to ranks of the current one."""
 
     ranks: list[int]
     kind: Refusal
@@ -73,7 +48,7 @@ class Refuse(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """It will never begin: end its session, and those who were to join."""
+    """End the session of a generation that never begins, and its new ranks."""
 
     generation: Generation
     why: str
@@ -83,27 +58,28 @@ Instruction = Form | Admit | Refuse | Cancel
 
 
 class Regrouping:
-    """The machine: each event returns what is to be done, in order."""
+    """The state machine: each event returns instructions, in order."""
 
     def __init__(self, size: int) -> None:
         self.current = Generation(0, (None,) * size)
         self.begun = False
-        """All ranks of the first have come; until then one that leaves may come again."""
-        self.present = set(range(size))  # the ranks of the current generation that have not left
+        """True once all ranks of the first generation have joined. Before that a rank may leave and come again."""
+        self.present = set(range(size))
+        """Ranks of the current generation that have not left."""
         self.asked: dict[int, int] = {}
-        """Those that wait for an answer, and how many each wants to join."""
+        """Number of new ranks that each waiting rank has asked for, by rank."""
         self.forming: Generation | None = None
         self.came: set[int] = set()
-        """The ranks that have come to the session of the one being formed, or of the first."""
+        """Ranks that have joined the session of the formed generation, or of the first one."""
         self._last = 0
 
     def outside(self, number: int, rank: int) -> str:
-        """Return why a rank cannot ask any more; empty where it can."""
+        """Return why a rank of generation `number` can no longer ask, or ""."""
         inside = number == self.current.number and rank in self.present
-        return "" if inside else f"the job has gone on to generation {self.current.number} without this rank"
+        return "" if inside else f"the job has continued with generation {self.current.number} without this rank"
 
     def ask(self, rank: int, joiners: int) -> list[Instruction]:
-        """A rank of the current generation asks for the next one, with so many new ranks."""
+        """A rank of the current generation asks for the next one, with `joiners` new ranks."""
         done = self._cancel(Refusal.CANCELLED, f"rank {rank} starts over")
         self.asked[rank] = joiners
         if joiners and len(self.present) < self.current.size:
@@ -112,7 +88,7 @@ class Regrouping:
         return done + self._form()
 
     def joined(self, number: int, rank: int) -> list[Instruction]:
-        """A rank has come to a session."""
+        """A rank has joined the session of generation `number`."""
         forming = self.forming or self.current
         if number != forming.number or (forming is self.current and self.begun):
             return []
@@ -127,7 +103,7 @@ class Regrouping:
         return done
 
     def left(self, number: int, rank: int, why: str) -> list[Instruction]:
-        """A rank has left a session, or, of one that was to join, will never come to it."""
+        """A rank has left a session, or a new rank will never join it."""
         if self.forming is not None and number == self.forming.number:
             return self._cancel(Refusal.CANCELLED, f"rank {rank} of the next generation left: {why}") + self._form()
         if not self.begun:
@@ -143,9 +119,9 @@ class Regrouping:
         return done + self._form()
 
     def missing(self, number: int, rank: int) -> dict[int, str]:
-        """Return for whom `rank` of a generation waits; the answer to what it asked may be on its way.
+        """Return the ranks that `rank` of generation `number` waits for, each with the reason.
 
-        One that has not asked itself waits for nobody here: it may still open the world of its generation.
+        A rank that has not asked waits for no rank here: it may still open its world.
         """
         if number != self.current.number:
             return {}
@@ -174,7 +150,7 @@ class Regrouping:
         return [Admit(self.forming)]
 
     def _cancel(self, kind: Refusal, why: str) -> list[Instruction]:
-        """Give up what is being formed; those who wait for an answer are refused, the others come again."""
+        """Cancel the formed generation. Waiting ranks are refused, and the others ask again."""
         if self.forming is None:
             return []
         cancelled, self.forming = self.forming, None
@@ -187,21 +163,18 @@ class Regrouping:
         return Refuse(ranks, kind, why)
 
 
-Reply = Callable[[Any, Exception | None], object]
-
-
 class Sessions(Protocol):
-    """What opens and ends the sessions in which generations meet."""
+    """Opens and ends the sessions of generations."""
 
-    def form(self, generation: Generation, members: Members) -> Any:  # noqa: ANN401
-        """Open a session, whose hub tells `members` of its ranks, and start those who join; return where it is."""
+    def form(self, generation: Generation, members: GenerationMembers) -> Any:  # noqa: ANN401
+        """Open a session, whose hub reports to `members`, and start the new ranks. Return the address."""
 
     def cancel(self, generation: Generation, why: str) -> None:
-        """End a session that will never begin, and those who were to join it."""
+        """End a session that never begins, and its new ranks."""
 
 
 class Generations:
-    """Does what the machine says: for one job, in the process of its hub."""
+    """Performs the instructions of the machine, for one job, in the process of its hub."""
 
     def __init__(self, size: int, sessions: Sessions) -> None:
         self.machine = Regrouping(size)
@@ -210,7 +183,7 @@ class Generations:
         self._places: dict[int, Any] = {}
 
     def ask(self, number: int, rank: int, joiners: int, reply: Reply) -> None:
-        """See `Regrouping`; `reply` is given the place, or why there is none."""
+        """A rank asks for the next generation. `reply` gets its address, or the refusal."""
         if why := self.machine.outside(number, rank):
             reply({"refused": Refusal.OUTSIDE, "why": why}, None)
             return
@@ -218,11 +191,11 @@ class Generations:
         self.do(self.machine.ask(rank, joiners))
 
     def do(self, instructions: Iterable[Instruction]) -> None:
-        """Carry them out, in order."""
+        """Perform instructions, in order."""
         for instruction in instructions:
             match instruction:
                 case Form(generation):
-                    where = self._sessions.form(generation, Members(self, generation.number))
+                    where = self._sessions.form(generation, GenerationMembers(self, generation.number))
                     self._places = {generation.number: where}
                 case Admit(generation):
                     where = self._places[generation.number]
@@ -236,24 +209,24 @@ class Generations:
                     self._sessions.cancel(generation, why)
 
 
-class Members(NamedTuple):
-    """What one session tells of its ranks, as its hub does it."""
+class GenerationMembers(NamedTuple):
+    """The reports of one session: see `Members`."""
 
     generations: Generations
     number: int = 0
 
     def ask(self, rank: int, joiners: int, reply: Reply) -> None:
-        """A rank asks for the next generation."""
+        """Forward the question of a rank."""
         self.generations.ask(self.number, rank, joiners, reply)
 
     def missing(self, rank: int) -> dict[int, str]:
-        """Return for whom it waits."""
+        """Return the ranks that a rank waits for."""
         return self.generations.machine.missing(self.number, rank)
 
     def joined(self, rank: int) -> None:
-        """A rank has come."""
+        """Note that a rank has joined."""
         self.generations.do(self.generations.machine.joined(self.number, rank))
 
     def left(self, exit: Exit) -> None:
-        """A rank has left."""
+        """Note that a rank has left."""
         self.generations.do(self.generations.machine.left(self.number, exit.rank, exit.cause))

@@ -1,7 +1,7 @@
-"""The processes of an elastic job: a session of the hub for each generation, and new ranks where it grows.
+"""The launcher's part of an elastic job: a hub for each generation, and new processes if the job grows.
 
-The launcher numbers its processes in the order in which it started them, and keeps these numbers: they are what stands
-before a line of output and in what it says. The ranks of a generation are others.
+The launcher numbers processes in the order of their start. These numbers are fixed, and are in its output. The ranks of
+a generation are other numbers.
 """
 
 from __future__ import annotations
@@ -11,39 +11,53 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aiodist.control import Hub
-from aiodist.control.generations import Generation, Generations, Members
 from aiodist.control.places import listen_now
 from aiodist.control.roster import Exit
+from aiodist.elastic.generations import GenerationMembers, Generations
+from aiodist.env import Generation
 from aiodist.errors import LaunchError
-from aiodist.launch.commands import joiner_variables
+
+
+def joiner_variables(generation: Generation, rank: int, address: str) -> dict[str, str]:
+    """Return the variables of a new rank: its place in a generation, and the address of the hub."""
+    return {
+        "AIODIST_RANK": str(rank),
+        "AIODIST_SIZE": str(generation.size),
+        "AIODIST_RENDEZVOUS": address,
+        "AIODIST_GENERATION": str(generation.number),
+        "AIODIST_PREVIOUS": ",".join("" if before is None else str(before) for before in generation.previous),
+    }
 
 
 class ElasticSession(NamedTuple):
-    """Where one generation meets, and which process is which of its ranks."""
+    """The hub of one generation, and the process of each of its ranks."""
 
     hub: Hub
     processes: tuple[int, ...]
 
 
 class ElasticSessions:
-    """The sessions of one job, as `Generations` has them opened and ended."""
+    """The sessions of one job. `Generations` opens and ends them."""
 
     def __init__(self, size: int, host: str, token: str) -> None:
         self.generations = Generations(size, self)
-        self.count = size  # how many processes there were
-        self.dismissed: set[int] = set()  # those that were to join a generation that never began
-        self.over: set[int] = set()  # those that ended, and those that were dismissed
+        self.count = size
+        """Number of processes that were started."""
+        self.dismissed: set[int] = set()
+        """New processes of generations that never began."""
+        self.ended: set[int] = set()
+        """Processes that have ended, and dismissed ones."""
         self.start: Callable[[Mapping[int, dict[str, str]], Sequence[int]], Mapping[int, Coroutine[Any, Any, None]]]
-        """Starts processes, by their numbers and the variables that say their places, beside those that live."""
+        """Starts processes. Gets the variables of each by number, and the numbers of the live processes."""
         self.kill: Callable[[int], None]
         self._host = host
         self._token = token
-        hub = Hub(size, host=host, token=token, members=Members(self.generations))
+        hub = Hub(size, host=host, token=token, members=GenerationMembers(self.generations))
         self._sessions = {0: ElasticSession(hub, tuple(range(size)))}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Hub:
-        """Return the hub at which the ranks meet that are started first."""
+        """Return the hub of the first generation."""
         return await self._sessions[0].hub.__aenter__()
 
     async def __aexit__(self, *raised: object) -> None:
@@ -54,20 +68,20 @@ class ElasticSessions:
 
     @property
     def begun(self) -> bool:
-        """Whether all ranks have met; until then the job is like any other."""
+        """True once all ranks have joined. Before that the job is not elastic."""
         return self.generations.machine.begun
 
-    # --- what the verdict knows of processes, as of a `Roster`'s ranks ----------------------------------------
+    # --- for the verdict: processes in place of a `Roster`'s ranks ---------------------------------------------
 
     @property
     def joined(self) -> set[int]:
-        """The processes that have come to the current generation."""
+        """Processes that have joined the current generation."""
         session = self._current()
         return {session.processes[rank] for rank in session.hub.roster.joined}
 
     @property
     def exits(self) -> dict[int, Exit]:
-        """How processes left the current generation."""
+        """Exits of processes from the current generation."""
         session = self._current()
         return {session.processes[rank]: exit for rank, exit in session.hub.roster.exits.items()}
 
@@ -76,8 +90,8 @@ class ElasticSessions:
 
     # --- see `Sessions` ------------------------------------------------------------------------------------------
 
-    def form(self, generation: Generation, members: Members) -> str:
-        """Open the hub of a generation, and start those who join; return the hub's address."""
+    def form(self, generation: Generation, members: GenerationMembers) -> str:
+        """Open the hub of a generation, and start its new ranks. Return the hub's address."""
         current = self.generations.machine.current.number
         for number in [number for number in self._sessions if number < current]:
             self._spawn(self._sessions.pop(number).hub.aclose())
@@ -94,17 +108,17 @@ class ElasticSessions:
         return hub.address
 
     def cancel(self, generation: Generation, why: str) -> None:
-        """Close the hub of a generation that will never begin, and kill those who were to join it."""
+        """Close the hub of a generation that never begins, and kill its new ranks."""
         session = self._sessions.pop(generation.number)
         self._spawn(session.hub.aclose(why))
         for rank in generation.joiners:
             self.dismissed.add(session.processes[rank])
-            self.over.add(session.processes[rank])
+            self.ended.add(session.processes[rank])
             self.kill(session.processes[rank])
 
-    def ended(self, process: int, why: str) -> None:
-        """A process is over: one that has not joined yet never will."""
-        self.over.add(process)
+    def end(self, process: int, why: str) -> None:
+        """Note the end of a process, which may not have joined yet."""
+        self.ended.add(process)
         machine = self.generations.machine
         if (forming := machine.forming) is not None:
             processes = self._sessions[forming.number].processes
@@ -116,7 +130,7 @@ class ElasticSessions:
         try:
             await work
         except LaunchError as error:
-            self.ended(process, str(error))
+            self.end(process, str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodist.control.generations import Admit, Cancel, Form, Generations, Members, Refusal, Refuse, Regrouping
+from aiodist.elastic.generations import (
+    Admit,
+    Cancel,
+    Form,
+    GenerationMembers,
+    Generations,
+    Refusal,
+    Refuse,
+    Regrouping,
+)
 
 
 class Model:
@@ -215,7 +224,7 @@ def test_w3_a_stale_question_does_not_take_the_place_of_one_that_counts() -> Non
     def reply(name: str) -> Any:
         return lambda value, error: told.append((name, value))
 
-    first, again = Members(generations), Members(generations, 1)
+    first, again = GenerationMembers(generations), GenerationMembers(generations, 1)
     for members in (first, again):
         for rank in range(2):
             members.joined(rank)
