@@ -1,4 +1,4 @@
-"""What a server holds of requests until they are executed, and what it tells its clients."""
+"""The requests that a server holds, and its answers."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ class Freed(KeyError):
     """The tensor was freed."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would quote it
+        return str(self.args[0])  # KeyError quotes its text
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The request `number` of `client`; `ready` once all of it has come."""
+    """A request of a client."""
 
     client: int
     number: int
     key: int
     ready: bool = field(default=True, init=False)
+    """True once all data have arrived."""
 
 
 @dataclass(eq=False, slots=True)
 class Pushing(Request):
-    """A push: `value` is flat, of the shard's dtype, or a code of bytes."""
+    """A push."""
 
     base: int
     rule: int
     alpha: float
     coded: bool
     value: Tensor | None = None
+    """Flat values of the shard's dtype, or the bytes of a code."""
     buffer: Tensor | None = None
-    """Of the pool, where `value` lies in it: nobody else writes to it."""
+    """Buffer of the pool that has `value`, or None. Only this push writes the buffer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,24 +54,27 @@ class Pulling(Request):
     """A pull."""
 
     wants: int
+    """Lowest version."""
     reads: Reads
     rows: Tensor | None = None
-    """Of a table: the ids of the rows, as flat uint8."""
+    """Ids of the rows of a table, as flat uint8, or None."""
 
 
 @dataclass(eq=False, slots=True)
 class Change(Request):
-    """New settings of the rule."""
+    """New settings for the rule."""
 
     settings: dict[str, float]
 
 
 @dataclass(eq=False, slots=True)
 class Stop(Request):
-    """A barrier: what the client sends behind it waits until all workers are there. `leaves`: it sends nothing more."""
+    """A barrier, at which the client's later requests wait for all workers, or the leave of a client."""
 
     leaves: bool = False
+    """True if the client sends no later request."""
     reached: bool = False
+    """True once all earlier requests of the client are executed."""
 
     def __post_init__(self) -> None:
         self.ready = self.leaves
@@ -77,18 +82,20 @@ class Stop(Request):
 
 @dataclass(eq=False, slots=True)
 class Restored:
-    """What a shard takes from a checkpoint: memory, with the states of its rules by their numbers; rows of a table."""
+    """The values of a shard in a checkpoint."""
 
     version: int
     data: Tensor
     states: dict[int, Any] = field(default_factory=dict)
+    """States of rules, by number."""
     store: RowStore | None = None
+    """Rows of a table, or None."""
     marks: dict[str, int] = field(default_factory=dict)
-    """By the names of clients, see `Context.uids`."""
+    """Number of the last applied push of each client, by its name in `Context.uids`."""
 
 
 class Served(Protocol):
-    """A shard, as far as reads know it."""
+    """The interface of a shard for reads."""
 
     key: int
     refusal: Exception | None
@@ -99,49 +106,55 @@ class Served(Protocol):
 
 
 class Answers:
-    """Every method runs with the transport lock held."""
+    """The answers of one server (transport lock held)."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.applied: Callable[[], None] = lambda: None
-        """Called when a shard has come to the end of what it can do."""
+        """Callback after a shard has carried out the orders that it can."""
         self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
 
     def done(self, push: Pushing, stage: Stage) -> None:
+        """Report the stage of a push."""
         if push.client not in self._context.gone:
             self._context.coalescer.put(push.client, Kind.DONE, pack_done(push.number, stage))
 
     def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
+        """Answer a call."""
         if client not in self._context.gone:
             self._context.coalescer.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
 
     def tell(self, rank: int, op: str, **said: Any) -> None:  # noqa: ANN401
+        """Send another server a call without an answer."""
         if rank not in self._context.gone:
             self._context.coalescer.put(rank, Kind.CALL, json.dumps({"op": op, **said}).encode())
 
     def refuse(self, request: Request, error: BaseException) -> None:
+        """Answer a request with an error."""
         if isinstance(request, Pushing):
             self.recycle(request)
         self.fail(request.client, request.number, error)
 
     def fail(self, client: int, number: int, error: BaseException) -> None:
+        """Answer a call with an error."""
         if isinstance(error, PeerLost):
             self.answer(client, number, error=error.args[0], lost=error.lost)
         else:
             self.answer(client, number, error=str(error), type=type(error).__name__)
 
     def recycle(self, push: Pushing) -> None:
-        """Nobody looks at what was pushed any more."""
+        """Return the buffer of a push to the pool."""
         if push.buffer is not None:
             self._context.pool.release(push.buffer)
         push.value = push.buffer = None
 
     def forget(self, client: int, key: int | None = None) -> None:
+        """Drop the codes for a client, of one tensor or of all."""
         if self._outgoing is not None:
             self._outgoing.forget(client, key)
 
     def serve(self, shard: Served, pull: Pulling, version: int, data: Tensor) -> None:
-        """Let the client have the shard as it is now; what the client itself has is not encoded."""
+        """Send the client the values of a shard, encoded unless the client is this rank."""
         if pull.client in self._context.gone:
             return
         outgoing, own = self._outgoing, pull.client == self._context.rank
@@ -169,7 +182,7 @@ class Answers:
         self._context.service.do(data.nbytes, encode, encoded)
 
     def send(self, shard: Served, pull: Pulling, version: int, t: Tensor, *, coded: bool = False) -> None:
-        """Send `t`, or let the client look at it; what is longer than an entry the shard holds until all is over."""
+        """Send `t`, or its place in memory. The shard holds memory that is not inline until the end of the read."""
         self._context.counts["served"] += 1
         way, place = self._context.shared.way_to(pull.client, t, look=not coded)
         head = pack_data(pull.number, version, way, coded, t.nbytes, *place)
@@ -177,7 +190,7 @@ class Answers:
         if way == Way.MESSAGE:
 
             def over(error: BaseException | None, _kept: Tensor = t) -> None:
-                if not coded and error is None:  # else the transport may still look at it
+                if not coded and error is None:  # else the transport may still read the memory
                     shard.release(pull.client, pull.number)
                 self._context.coalescer.flush()
 

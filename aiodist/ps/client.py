@@ -1,13 +1,13 @@
-"""The client of one rank: its pushes, pulls and calls, what servers say to them, and what happens when one is gone.
+"""The client of one rank: its pushes and pulls, and its calls, which servers answer.
 
-Calls are questions in JSON that a server answers, as steps of programs.
+A call is a step of a program, in JSON.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiodist.backends.base import DTYPES, Done
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
@@ -26,8 +26,17 @@ from aiodist.ps.wire import Kind
 _Said = dict[str, Any]
 
 
+class _Asked(NamedTuple):
+    """A call that waits for its answer."""
+
+    op: str
+    answers: list[_Said]
+    """List that gets the answer."""
+    done: Done
+
+
 class Client:
-    """What the calls of a parameter server ask for; what is `heard` comes with the transport lock held."""
+    """The client of one rank. Handlers of entries run with the transport lock held."""
 
     def __init__(self, context: Context, first: int = 1) -> None:
         """`first` is the number of the first request."""
@@ -37,10 +46,11 @@ class Client:
         self.pushes = Pushes(self.queue, self.codes)
         self.pulls = Pulls(self.queue, self.codes)
         self.programs: set[Handle[Any]] = set()
-        """Calls of several steps that are not over."""
-        self._asked: dict[tuple[int, int], tuple[list[_Said], Done]] = {}
-        """By server and number: where the answer goes, and who is told that it is there."""
+        """Handles of the programs that run."""
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        """Calls that wait, by server and number."""
         self._refusal: AiodistError | None = None
+        """Error of all calls after an abort."""
         self.handlers: dict[int, Handler] = {
             Kind.ANSWER: self._answer,
             Kind.DONE: self.pushes.done,
@@ -50,23 +60,26 @@ class Client:
 
     @property
     def busy(self) -> bool:
+        """True while a request is open."""
         return bool(self.pushes.busy or self.pulls.busy or self.programs)
 
     def late(self) -> dict[int, str]:
-        return {rank: "a call" for rank, _ in list(self._asked)} | self.pulls.late() | self.pushes.late()
+        """Return the servers that have not answered, each with an open request."""
+        calls = {rank: asked.op for (rank, _), asked in list(self._asked.items())}
+        return calls | self.pulls.late() | self.pushes.late()
 
     async def call(self, dst: int, op: str, **said: Any) -> _Said:  # noqa: ANN401
-        """Ask server `dst`, as a step of a program, and return its answer."""
+        """Ask server `dst`, in a program, and return its answer."""
         answers: list[_Said] = []
         await transfers([self.asking(dst, answers, op, **said)])
         return answers[0]
 
     def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Transfer:  # noqa: ANN401
-        """Return the transfer that asks server `dst`, and adds what it answers to `answers`."""
+        """Return the transfer that asks server `dst`, and adds its answer to `answers`."""
         return self._ask, dst, self.queue.number(), {"op": op, **said}, answers
 
     async def meeting(self) -> None:
-        """Meet the other workers at all servers that are there; raises PeerLost where the first of them died."""
+        """Meet the other workers at all servers. Raises PeerLost if the first server is lost."""
         number = self.queue.number()
 
         def ask(dst: int, done: Done) -> None:
@@ -80,12 +93,13 @@ class Client:
             raise error
 
     async def configuring(self, entry: NameEntry, settings: dict[str, float]) -> None:
-        """Change settings of the rule of `entry`, on all of its shards: one request, so one number."""
+        """Change settings of a tensor's rule, on all of its shards, as one request."""
         number = self.queue.number()
         said = {"op": "configure", "key": entry.key, "settings": settings}
         await transfers([(self._ask, span.rank, number, said, []) for span in entry.spans])
 
     async def making(self, entry: NameEntry, spans: Sequence[Span]) -> None:
+        """Make the shards of a name on some of its servers."""
         said = {
             "key": entry.key,
             "name": entry.name,
@@ -102,17 +116,17 @@ class Client:
         if self._refusal is not None or dst in self._context.gone:
             done(self._refusal or self._context.lost(dst))
             return
-        self._asked[(dst, number)] = answers, done
+        self._asked[(dst, number)] = _Asked(said["op"], answers, done)
         self.say(dst, {**said, "n": number})
         self._context.coalescer.flush()
 
     def say(self, dst: int, said: _Said) -> None:
-        """Have server `dst` told something, with the next `flush`."""
+        """Send server `dst` a call without an answer, with the next `flush`."""
         if dst not in self._context.gone:
             self._context.coalescer.put(dst, Kind.CALL, json.dumps(said).encode(), request=True)
 
     def when_over(self, entry: NameEntry, done: Done) -> None:
-        """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
+        """Call `done` after the end of all pushes and pulls of a tensor, and drop the tensor's codes and log."""
 
         def over() -> None:
             self.codes.forget(entry)
@@ -126,33 +140,34 @@ class Client:
         said = json.loads(bytes(body))
         error = _error_of(said, src)
         if (asked := self._asked.pop((src, said["n"]), None)) is not None:
-            answers, done = asked
-            answers.append(said)
-            done(error)
+            asked.answers.append(said)
+            asked.done(error)
         elif error is not None and not self.pushes.refuse(said["n"], error):
             self.pulls.over(said["n"], src, error)
 
     def lose(self, rank: int) -> None:
+        """End the requests that wait for a lost server."""
         error = self._context.lost(rank)
         self.pushes.lose(rank, error)
         self.pulls.lose(rank, error)
         for key in [key for key in self._asked if key[0] == rank]:
-            self._asked.pop(key)[1](error)
+            self._asked.pop(key).done(error)
 
     def abort(self, error: AiodistError) -> None:
-        self._refusal = error  # also of calls that were left for the lock's holder
+        """End all requests and programs."""
+        self._refusal = error  # also for calls that wait for the holder of the lock
         self.pushes.abort(error)
         self.pulls.abort(error)
         asked, self._asked = self._asked, {}
-        for _, done in asked.values():
-            done(error)
-        for handle in list(self.programs):  # those too that have not begun
-            if not handle.done():
-                Operation.of(handle).reject(error)
+        for call in asked.values():
+            call.done(error)
+        for handle in list(self.programs):  # also those that have not begun
+            if (operation := Operation.of(handle)).is_pending:
+                operation.reject(error)
 
 
 def _error_of(said: _Said, src: int) -> BaseException | None:
-    """Return what a server's refusal raises here; None for an answer that is none."""
+    """Return the error of a server's answer, or None."""
     if "error" not in said:
         return None
     text = f"{said['error']}"

@@ -56,7 +56,7 @@ Handler = Callable[[int, memoryview], object]
 
 
 def keep(t: Tensor, error: BaseException | None) -> None:
-    """Keep `t` until the end of its transfer, of which the receiver or the control channel reports an error."""
+    """Keep `t` until the end of its transfer. The receiver or the control channel reports an error."""
 
 
 @dataclass(eq=False, slots=True)

@@ -93,7 +93,7 @@ class Codes:
     def expect(self, entry: NameEntry, src: int, into: Tensor, done: Done) -> Callable[[Tensor | BaseException], None]:
         """Decode the next code of server `src` into a tensor. Return the callback for the code, or for its error.
 
-        Codes are decoded in the order of these calls, not of their arrival. Then `done` is called.
+        Codes are decoded in the order of these calls, not of their arrival, and then `done` is called.
         """
         part = (entry.key, src)
         code = _Code(into, done)

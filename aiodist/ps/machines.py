@@ -1,8 +1,8 @@
-"""Which pushes make a version, in which order, and when a read may be served: pure machines, no torch and no I/O.
+"""The consistency policies, as machines without torch and I/O.
 
-One server leads a tensor and runs the tensor's machine: pushes, pulls and leavers in, in the order in which they came;
-orders out, which all shards follow one after another. So every shard makes the same versions of the same parts, and
-what lies between two `Apply` is a consistent cut: a read that all shards serve at its `Serve` never mixes versions.
+A machine decides which pushes make a version, and when a read is served. The server that leads a tensor runs its
+machine: pushes, pulls and leaves in, in the order of arrival, and actions out, which all shards carry out in order. So
+all shards make the same versions of the same pushes, and a read that all serve at one `Serve` has one version.
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ from math import inf
 from typing import NamedTuple
 
 EXACT_STALENESS = 1024
-"""Below this the histogram of staleness has a bar for each version."""
-_NONE = -1  # below the numbers of all pushes
+"""Staleness from which a bar of the histogram has several values."""
+_NONE = -1  # less than the number of any push
 
 Scale = Callable[[int], float]
-"""The staleness, in versions, to the weight."""
+"""Function of the staleness, in versions, that returns the weight."""
 
 
 class Push(NamedTuple):
-    """A worker's push. Its numbers rise, over all that it sends; gaps are pushes and pulls of other tensors."""
+    """A worker's push. The numbers of a client rise, with gaps for its requests to other tensors."""
 
     worker: int
     number: int
     base: int = 0
-    """The version that the worker last read."""
+    """Version that the worker last read."""
 
 
 class Pull(NamedTuple):
-    """A read. A client that is no worker has no pushes to wait for."""
+    """A read, also of a client that is no worker."""
 
     client: int
     number: int
     wants: int = 0
-    """At least this version."""
+    """Lowest version."""
 
 
 class Part(NamedTuple):
-    """One push in a step."""
+    """A push in a step."""
 
     worker: int
     number: int
     weight: float
-    """Multiplies what was pushed."""
+    """Factor of the pushed values."""
 
 
 class Apply(NamedTuple):
-    """One step: applies the parts, which stand in order of workers, then of numbers, and makes `version`."""
+    """A step, which applies parts in the order of workers, then of numbers, and makes `version`."""
 
     version: int
     parts: tuple[Part, ...]
 
 
 class Drop(NamedTuple):
-    """A push is thrown away: it was too stale, its worker had left, or it had come before."""
+    """The end of a push that is too stale, repeated, or of a worker that has left."""
 
     worker: int
     number: int
 
 
 class Serve(NamedTuple):
-    """A read is answered with the current version; below what was wanted only where nobody is left to make more."""
+    """A read of the current version, which is below the wanted one only if all workers have left."""
 
     client: int
     number: int
@@ -76,32 +76,32 @@ Action = Apply | Drop | Serve
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the pushes of one tensor, so far."""
+    """Counts of the pushes of one tensor."""
 
     dropped: int = 0
     scaled: int = 0
-    """Applied with a weight that its staleness changed."""
+    """Number of pushes with a weight for their staleness."""
     incomplete: int = 0
-    """Steps of fewer pushes than the policy asks for, since the others had left or rested."""
+    """Number of steps with fewer pushes than the policy asks for, since the other workers had left or rested."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """How many were applied at each staleness: versions between the one that the worker had read and the step.
+    """Number of applied pushes by staleness: the versions between the worker's last read and the step.
 
-    From `EXACT_STALENESS` on rounded down to a power of two: a worker that never reads would make a bar for each push.
+    From `EXACT_STALENESS` on rounded down to a power of two, since a worker may never read.
     """
 
 
 class Machine(ABC):
-    """Decides for one tensor. Nothing is lost: a push leaves once, in an `Apply` or a `Drop`, a pull in a `Serve`.
+    """The machine of one tensor. Each push ends in one `Apply` or `Drop`, and each pull in one `Serve`.
 
-    A read sees its client's own earlier pushes: it waits until each of them was applied or dropped, and until the
-    version is at least what it wants. It is served right after the `Apply` that it waited for. A client's events come
-    in the order of their numbers. An event that raises changes nothing.
+    A read waits until its client's earlier pushes are applied or dropped, and until the version is the wanted one or
+    later. The `Serve` follows the `Apply` that the read waited for. The events of a client come in the order of their
+    numbers. An event that raises changes nothing.
 
-    Each policy says when to make a step, and of which pushes: `_next`.
+    Each policy has a `_next`, which chooses the time and the pushes of a step.
     """
 
     sees_own = True
-    """A read waits for its client's own pushes that are held."""
+    """True if a read waits for its client's held pushes."""
 
     def __init__(
         self,
@@ -112,29 +112,35 @@ class Machine(ABC):
         drop_above: float = inf,
         scale: Scale | None = None,
     ) -> None:
-        """With fewer than `full` parts a step is incomplete; `mean` divides each by the number of its parts."""
+        """A step with fewer than `full` parts is incomplete. `mean` divides a step by the number of its parts.
+
+        Pushes that are staler than `drop_above` are dropped. `scale` returns the weight for a staleness.
+        """
         if not workers or len(set(workers)) != len(workers):
             raise ValueError(f"workers {list(workers)}: expected at least one, each of them once")
         self.version = 0
-        """How many steps were made."""
+        """Number of steps."""
         self.counts = Counts()
         self.present = set(workers)
-        """Those who may be waited for."""
+        """Workers for which steps wait."""
         self.resting: set[int] = set()
+        """Workers for which no step waits until they push again."""
         self.held: dict[int, deque[Push]] = {worker: deque() for worker in sorted(workers)}
         self.reads: dict[tuple[int, int], tuple[Pull, int]] = {}
-        """Those that wait, by client and number, each with the number of the push of its client that it waits for."""
+        """Waiting reads by client and number, each with the number of the own push that it waits for."""
         self._full = full
         self._mean = mean
         self._drop_above = drop_above
         self._scale = scale
-        self._last = dict.fromkeys(workers, _NONE)  # the number of the last push of each
+        self._last = dict.fromkeys(workers, _NONE)
+        """Number of the last push, by worker."""
 
     def push(self, event: Push) -> list[Action]:
-        """Return what follows. A number that is not above the last of that worker is a repetition: dropped.
+        """Return the actions after a push.
 
-        A push that comes after its worker has left, as when its death was noticed first, is dropped.
-        Raises ValueError for a client that is no worker, and for a base that was never a version.
+        A number that is not above the worker's last one is a repetition, which is dropped. So is a push of a worker
+        that has left, or whose loss was reported first. Raises ValueError for a client that is no worker, and for a
+        base that was never a version.
         """
         worker, number, base = event
         last = self._last.get(worker)
@@ -143,7 +149,7 @@ class Machine(ABC):
         if number <= last:
             return [Drop(worker, number)]
         if not 0 <= base <= self.version:
-            # Nothing that was served can have said so: the worker speaks of another tensor, or of another run.
+            # No read had this version: the push is of another tensor or another run.
             raise ValueError(f"push {number} of worker {worker} is based on version {base}: expected 0..{self.version}")
         actions: list[Action] = []
         if worker in self.resting:
@@ -154,7 +160,7 @@ class Machine(ABC):
         else:
             self.held[worker].append(event)
             try:
-                self._go_on(actions)
+                self._make_steps(actions)
             except ValueError:
                 self.held[worker].pop()
                 raise
@@ -162,7 +168,7 @@ class Machine(ABC):
         return actions
 
     def pull(self, event: Pull) -> list[Action]:
-        """Return its `Serve`, or nothing: then it is held."""
+        """Return the `Serve` of a read, or no action for a read that waits."""
         client, number, wants = event
         held = self.held.get(client, ()) if self.sees_own else ()
         after = next((push.number for push in reversed(held) if push.number < number), _NONE)
@@ -172,10 +178,10 @@ class Machine(ABC):
         return []
 
     def leave(self, worker: int) -> list[Action]:
-        """Take a worker that has finished or is dead off the clock, and return what no longer waits for it.
+        """Remove a worker that has finished or is lost from the clock. Return the actions that waited for it.
 
-        What it pushed still counts, and what it pulled is served: who sends it knows whether anybody is there. When the
-        last one leaves, all that is held comes out; reads that want more than will ever be get what there is.
+        The worker's pushes still count, and pending reads are served. After the last leave, all held pushes are applied, and reads
+        of later versions get the last one.
         """
         actions = self.rest(worker)
         self.resting.discard(worker)
@@ -185,10 +191,10 @@ class Machine(ABC):
         return actions
 
     def rest(self, worker: int) -> list[Action]:
-        """Take a worker off the clock for a while, as at a barrier, and return what no longer waits for it.
+        """Remove a worker from the clock until `resume`, as at a barrier. Return the actions that waited for it.
 
-        When nobody is present all pushes that are held come out; reads of versions to come stay. Who rests or has left:
-        nothing happens.
+        Without a present worker, all held pushes are applied, and reads of later versions wait. The call has no effect
+        for a worker that rests or has left.
         """
         if worker not in self._last:
             raise self._not_worker(worker)
@@ -196,20 +202,20 @@ class Machine(ABC):
         if worker in self.present:
             self.present.remove(worker)
             self.resting.add(worker)
-            self._go_on(actions)
+            self._make_steps(actions)
         return actions
 
     def resume(self, workers: Iterable[int]) -> None:
-        """Have those of `workers` that rest back on the clock, at the current step: nothing that they missed is due.
+        """Return resting workers to the clock, at the current step. They owe no push for the steps that they missed.
 
-        Who pushes while it rests is back by that.
+        A push of a resting worker does the same.
         """
         back = self.resting.intersection(workers)
         self.resting -= back
         self.present |= back
 
     def restart(self, version: int, marks: Mapping[int, int]) -> None:
-        """Go on from what a checkpoint has: that version at least, and of each client all up to that number."""
+        """Continue from a checkpoint: at its version or later, and after the pushes up to `marks`, by client."""
         self.version = max(self.version, version)
         for worker, last in self._last.items():
             self._last[worker] = max(last, marks.get(worker, _NONE))
@@ -221,12 +227,12 @@ class Machine(ABC):
     def _not_worker(self, client: int) -> ValueError:
         return ValueError(f"client {client} is no worker: expected one of {list(self.held)}")
 
-    def _go_on(self, actions: list[Action]) -> None:
+    def _make_steps(self, actions: list[Action]) -> None:
         while pushes := self._next():
             self._apply(pushes, actions)
 
     def _apply(self, pushes: Sequence[Push], actions: list[Action]) -> None:
-        """Make a step of these, which are in order and the oldest of their workers; serve who waited for it."""
+        """Make a step of pushes, which are the oldest of their workers, in order, and serve the reads that waited."""
         weights = [1.0] * len(pushes)
         if self._scale is not None:
             weights = [weight_of(self._scale, self.version - push.base) for push in pushes]
@@ -244,7 +250,7 @@ class Machine(ABC):
             self._serve({part.worker: part.number for part in parts}, actions)
 
     def _serve(self, applied: Mapping[int, int], actions: list[Action]) -> None:
-        """Serve the reads that waited for this step; `applied` is the last push of each worker in it."""
+        """Serve the reads that waited for a step. `applied` has the number of the last push of each worker in it."""
         for key, (event, after) in list(self.reads.items()):
             if applied.get(event.client, _NONE) < after:
                 continue
@@ -256,11 +262,11 @@ class Machine(ABC):
 
     @abstractmethod
     def _next(self) -> list[Push]:
-        """Return the pushes of the next step, of the oldest that are held, in order; none while it has to wait."""
+        """Return the pushes of the next step in order, the oldest of their workers, or none while the step waits."""
 
 
 class Asynchronously(Machine):
-    """Holds nothing but reads of versions to come."""
+    """Makes a step of each push immediately."""
 
     def _next(self) -> list[Push]:
         for line in self.held.values():
@@ -270,16 +276,16 @@ class Asynchronously(Machine):
 
 
 class Boundedly(Machine):
-    """Holds the pushes of those who are too far ahead; a bound of at least 1 never holds the slowest."""
+    """Holds the pushes of workers that are too far ahead. A bound of at least 1 never holds the slowest."""
 
     def __init__(self, ahead: int, workers: Sequence[int]) -> None:
-        """`ahead` is how far, in pushes, a worker may be ahead of the slowest."""
+        """`ahead` is the number of pushes by which a worker may be ahead of the slowest."""
         super().__init__(workers)
         self._ahead = ahead
         self._clocks = dict.fromkeys(workers, 0)
 
     def resume(self, workers: Iterable[int]) -> None:
-        """Let them go on beside the slowest; who still has pushes held is as far ahead as when these came."""
+        """Return workers to the clock of the slowest. Workers with held pushes keep their clocks."""
         start = min((self._clocks[worker] for worker in self.present), default=max(self._clocks.values()))
         self._clocks |= {w: start for w in self.resting.intersection(workers) if not self.held[w]}
         super().resume(workers)
@@ -287,7 +293,7 @@ class Boundedly(Machine):
     def _next(self) -> list[Push]:
         limit = min((self._clocks[worker] for worker in self.present), default=inf) + self._ahead
         ready = [(self._clocks[worker], worker) for worker, line in self.held.items() if line]
-        clock, worker = min(ready, default=(inf, 0))  # who is furthest behind goes first
+        clock, worker = min(ready, default=(inf, 0))  # the slowest first
         if clock >= limit:
             return []
         self._clocks[worker] += 1
@@ -307,14 +313,13 @@ class FirstOf(Machine):
     """Holds pushes until there are `full`, or as many as workers are present."""
 
     def _next(self) -> list[Push]:
-        # More lie here only when somebody has just left. All of them count: to hold some for the next step would make
-        # those stale.
+        # After a leave there may be more. All of them count, since pushes held for the next step would be stale.
         pushes = [push for line in self.held.values() for push in line]
         return pushes if len(pushes) >= min(self._full, len(self.present)) else []
 
 
 def weight_of(scale: Scale, staleness: int) -> float:
-    """Return what multiplies a push. Raises ValueError where `scale` returns what cannot be a weight."""
+    """Return the weight of a push. Raises ValueError if `scale` returns no weight."""
     weight = float(scale(staleness))
     if not 0 <= weight < inf:
         raise ValueError(f"scale({staleness}) is {weight}: expected a finite weight, not below 0")

@@ -31,7 +31,7 @@ class Service:
         self._closed = False
 
     def do(self, nbytes: int, work: Work, then: Done) -> None:
-        """Do `work` on so many bytes, and call `then(error)`: inline if light, else as `run`."""
+        """Do `work` on `nbytes`, and call `then(error)`: inline if light, else as `run`."""
         if nbytes <= LIGHT_BYTES:
             then(error_of(work))
         else:

@@ -1,7 +1,7 @@
-"""What ranks of a parameter server say to one another: a frame of entries, each a kind, a length and a body.
+"""The wire format of parameter servers: frames of entries, each with a kind, a length and a body.
 
-What is sent often has a fixed form; the rest are calls in JSON. Nothing here is ever unpickled. Every request has its
-sender's number, by which its answer, its data and the order of its execution name it.
+Frequent entries have a fixed form, and the others are calls in JSON. Nothing is unpickled. Each request has a number of
+its sender, which its answer, its data and its order name.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ FRAME = struct.Struct("<iIQI?xxx")
 The handled frames are those of requests that the source has handled since its last frame.
 """
 ENTRY = struct.Struct("<BxxxI")
-"""The head of an entry: its kind, and the length of its body, which is padded to eight bytes."""
+"""Head of an entry: its kind, and the length of its body, which is padded to eight bytes."""
 
 
 class Kind(IntEnum):
-    """What an entry says."""
+    """Kinds of entries."""
 
     CALL = 0
     """JSON: open, make, ready, free, configure, barrier, leave and so on."""
     ANSWER = 1
-    """JSON: the answer to a call, or why a request failed."""
+    """JSON: the answer to a call, or the error of a request."""
     PUSH = 2
     PULL = 3
     ORDER = 4
-    """From the server that leads a tensor to those that follow: what to do next."""
+    """The next order, from the server that leads a tensor to the others."""
     DONE = 5
     DATA = 6
     RELEASE = 7
-    """A reader has copied what it was let look at."""
+    """The end of a read in place."""
     LAST = 8
     """No entry comes later, from any rank."""
 
 
 class Way(IntEnum):
-    """How the data of a push or a pull travel."""
+    """Ways of data to the other rank."""
 
     INLINE = 0
     """In the entry."""
     MESSAGE = 1
-    """In a message of their own, under the tag of the request's number."""
+    """In a separate message, with the request's number as tag."""
     MEMORY = 2
-    """They lie where the other rank can look: in this rank's arena, or the other rank is this very one."""
+    """In memory that the other rank reads: this rank's arena, or any memory if both ranks are the same."""
 
 
 class Reads(IntEnum):
-    """What a pull may see."""
+    """Consistency of a pull."""
 
     SNAPSHOT = 0
     LOCK_FREE = 1
     AFTER_OWN = 2
-    """Lock-free, once what the client pushed before is applied: that may lie where the values go."""
+    """Lock-free, after the client's own pushes, whose memory may get the result."""
 
 
 class Stage(IntEnum):
-    """How far a push has come."""
+    """Stages of a push."""
 
     ACCEPTED = 0
     APPLIED = 1
@@ -71,26 +71,26 @@ class Stage(IntEnum):
 
 
 class OrderKind(IntEnum):
-    """What the leader of a tensor has all of its shards do."""
+    """Orders of the leader of a tensor to all shards."""
 
     APPLY = 0
     DROP = 1
     SERVE = 2
     DO = 3
     SAVE = 4
-    """A checkpoint has it as it is now; in the place of a version there is the number of the turn."""
+    """Save the current values. The version of the order is the number of the turn."""
     LOAD = 5
-    """It is now as a checkpoint has it; so too."""
+    """Take the values of a checkpoint. The version of the order is the number of the turn."""
 
 
 FILL = 0xFFFF
-"""The rule of a push that gives a new shard its first values."""
+"""Number of the rule of first values."""
 TABLE = 0xFFFE
-"""The rule of a push that a table's own optimizer applies."""
+"""Number of the rule of a table's own optimizer."""
 
 
 class PushHead(NamedTuple):
-    """The head of a push; with `Way.INLINE` the data follow."""
+    """The head of a push, before inline data."""
 
     key: int
     rule: int
@@ -105,7 +105,7 @@ class PushHead(NamedTuple):
 
 
 class PullHead(NamedTuple):
-    """A pull. Where rows of a table are meant, an `IdsHead` stands behind."""
+    """A pull, before the `IdsHead` for rows of a table."""
 
     key: int
     reads: int
@@ -114,7 +114,7 @@ class PullHead(NamedTuple):
 
 
 class IdsHead(NamedTuple):
-    """How the ids of a pull travel; with `Way.INLINE` they follow."""
+    """The head of the ids of a pull, before inline ids."""
 
     way: int
     nbytes: int
@@ -123,7 +123,7 @@ class IdsHead(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What the pull `number` reads; with `Way.INLINE` the data follow."""
+    """The head of the data for a pull, before inline data."""
 
     number: int
     version: int
@@ -146,14 +146,14 @@ IDS_BYTES = _FORMS[IdsHead].size
 DATA_BYTES = _FORMS[Data].size
 
 pack_push, pack_pull, pack_ids, pack_data = (form.pack for form in _FORMS.values())
-"""The fields of `PushHead` and so on, in order, as bytes: these are not made to be packed."""
+"""Functions that pack the fields of the heads above, in order."""
 
 _DONE = struct.Struct("<QBxxxxxxx")
 pack_done, unpack_done = _DONE.pack, _DONE.unpack_from
-"""The number of a push, and its stage."""
+"""Number and stage of a push."""
 _RELEASE = struct.Struct("<QQ")
 pack_release, unpack_release = _RELEASE.pack, _RELEASE.unpack_from
-"""The key of a tensor, and the number of a pull that looks no more."""
+"""Key of a tensor, and number of a pull."""
 
 _T = TypeVar("_T", PushHead, PullHead, IdsHead, Data)
 
@@ -167,7 +167,7 @@ _PART = struct.Struct("<qQd")
 
 
 class Order(NamedTuple):
-    """What comes next on every shard of a tensor: requests by client and number, each with its weight."""
+    """The next order for every shard of a tensor: requests by client and number, each with its weight."""
 
     key: int
     kind: int
@@ -191,19 +191,19 @@ _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def as_bytes(t: Tensor) -> bytes:
-    """Return a copy of the memory of a contiguous tensor of any dtype, in a third of the time that numpy takes."""
+    """Return a copy of the memory of a contiguous tensor of any dtype, three times as fast as with numpy."""
     return ctypes.string_at(t.data_ptr(), t.nbytes)
 
 
 def bytes_in(body: memoryview, start: int, nbytes: int) -> Tensor:
-    """Return `nbytes` of `body` from `start` on as flat uint8, without a copy."""
+    """Return `nbytes` of `body` from `start`, flat uint8, without a copy."""
     return torch.frombuffer(body, dtype=torch.uint8, offset=start, count=nbytes) if nbytes else _NONE
 
 
 def values_in(body: memoryview, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Return `nbytes` of `body` from `start` on as a flat tensor of `dtype`, without a copy where that can be had."""
+    """Return `nbytes` of `body` from `start` as a flat tensor, without a copy unless the alignment requires one."""
     if not nbytes:
         return torch.empty(0, dtype=dtype, device="cpu")
-    if dtype.itemsize > _ALIGNED_BYTES:  # torch's kernels for complex128 fault on what is not aligned to 16 bytes
+    if dtype.itemsize > _ALIGNED_BYTES:  # torch's kernels for complex128 need 16-byte alignment
         return bytes_in(body, start, nbytes).clone().view(dtype)
     return torch.frombuffer(body, dtype=dtype, offset=start, count=nbytes // dtype.itemsize)
