@@ -1,10 +1,10 @@
 """`torch.distributed` on aiodist: DDP, FSDP2, DTensor and pipelines run unchanged over `init_process_group("aiodist")`.
 
-Importing this module registers the backend, which torch from 2.14 on does by itself. Where a program is asyncio's,
-`wrap` makes its communicator torch's default process group.
+The import of this module registers the backend. From torch 2.14 on, torch imports the module. In an asyncio program,
+`wrap` makes a communicator torch's default process group.
 
-`calls` is the map from torch's calls to ours, `work` what a call returns, `home` the loop that the communicators live
-on and how ranks meet, `hooks` puts DDP's buckets into the arena.
+`calls` maps torch's calls to calls of a communicator, `work` has their results, `home` the loop and the rendezvous, and
+`hooks` averages DDP's gradients in one pass.
 """
 
 from aiodist.c10d.calls import AiodistProcessGroup, create
@@ -15,7 +15,7 @@ __all__ = ["AiodistProcessGroup", "Home", "ddp_hook", "register_backend", "wrap"
 
 
 def register_backend() -> None:
-    """Tell torch of the backend; importing this module does it, and torch's entry point from 2.14 on."""
+    """Register the backend with torch. The import of this module makes the call."""
     register("aiodist", create)
 
 

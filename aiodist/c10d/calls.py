@@ -1,4 +1,4 @@
-"""The process group: the map from the calls of c10d to those of a communicator."""
+"""The process group, which maps calls of c10d to calls of a communicator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from aiodist.types import ANY
 _Op = dist.ReduceOp.RedOpType
 _BACKWARD = graph._engine_run_backward.__code__
 _ON_DEVICE = attrgetter("is_cuda")
-_SHORT_BYTES = 1 << 15  # what travels with its entry is copied anyway
+_SHORT_BYTES = 1 << 15  # shorter messages travel with their entries, and are copied anyway
 
 _ABORTED = "torch.distributed aborted the process group"
 
@@ -40,9 +40,9 @@ Handles = Callable[[], list[Handle[Any]]]
 class AiodistProcessGroup(dist.ProcessGroup):
     """A process group of `torch.distributed` over a communicator.
 
-    Tensors are given flat to the communicator, since callers of c10d pass shapes of their own: ranks compare numbers
-    of elements. Any thread may call, and calls of several threads take turns. CUDA tensors are issued by the loop, on
-    the caller's current stream.
+    The communicator gets flat tensors, so ranks compare numbers of elements: callers of c10d may pass any shape. Any
+    thread may call. Calls of several threads take turns. The loop issues calls with CUDA tensors, on the caller's
+    current stream.
     """
 
     def __init__(self, coll: Communicator, home: Home, store: dist.Store, timeout: timedelta) -> None:
@@ -78,9 +78,9 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return self._work(lambda: [self.coll.allreduce(*summand(line, opts)) for line in lines], tensors, finish, opts)
 
     def adopt(self, bucket: Tensor) -> bool:
-        """Move a bucket of DDP's into the arena, where that can be: the reducer keeps it, and nobody has its address.
+        """Move a bucket of DDP into the arena if possible. Only the reducer has the address of the bucket.
 
-        Return whether it is none, but 16-bit floats that torch's hook in C++ made of one for this call: without views.
+        Return True for 16-bit floats that torch's hook in C++ made of a bucket for this call, which have no views.
         """
         if not shares_memory(bucket):
             return bucket.dtype is torch.float16
@@ -93,7 +93,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
         root = opts.rootRank
         lines, finish = flat_all(tensors, opts, self.coll)
-        kept = self.coll.rank != root  # only the root's is written
+        kept = self.coll.rank != root  # only the root's tensor is written
         issue: Handles = lambda: [self.coll.reduce(*summand(line, opts, kept=kept), root) for line in lines]  # noqa: E731
         return self._work(issue, tensors, None if kept else finish, opts)
 
@@ -170,7 +170,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
         for ts, t in zip(outputs, inputs, strict=False):
             self._check_blocks(ts, t, "outputs", "input")
-        rooms, deal = rooms_of(outputs)  # none but on the root
+        rooms, deal = rooms_of(outputs)  # empty except on the root
 
         def issue() -> list[Handle[Any]]:
             outs = rooms or [None] * len(inputs)
@@ -220,7 +220,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _check_blocks(self, blocks: Tensors, mine: Tensor, many: str, one: str) -> None:
-        """Raise ValueError unless there is a block for each rank, this one's as large as `mine`."""
+        """Raise ValueError unless each rank has a block, and this rank's is as large as `mine`."""
         if len(blocks) != self.coll.size:
             raise ValueError(f"there are {len(blocks)} {many}: expected {self.coll.size}, one for each rank")
         if (seen := blocks[self.coll.rank].numel()) != mine.numel():
@@ -250,13 +250,13 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return self._work(lambda: [self.coll.barrier()], [], None, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; raise with the ranks that are late, and where each of them is.
+        """Return when all ranks have called this method, or raise with the late ranks and the place of each.
 
-        The error begins with the words of gloo, which programs look for: there rank 0 names the first rank that is
-        late, or with `wait_all_ranks` all. What follows names all of them, on every rank.
+        The error begins with gloo's words, which programs search for: rank 0 names the first late rank, or all late
+        ranks for `wait_all_ranks`. The rest of the error names all late ranks, on every rank.
         """
         seconds = self._timeout if timeout is None else timeout.total_seconds()
-        issue: Handles = lambda: [self.coll.barrier(timeout=seconds)]  # noqa: E731  - it asks in time who is late
+        issue: Handles = lambda: [self.coll.barrier(timeout=seconds)]  # noqa: E731  - the timeout asks for late ranks
         try:
             self._work(issue, []).wait(timedelta(seconds=seconds))
         except dist.DistBackendError as error:
@@ -282,7 +282,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         works, self._batch = self._batch or [], None
         return HandleWork.of(works, self._timeout)
 
-    # --- who it is, and its end -----------------------------------------------------------------------------------
+    # --- names, options and the end -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "aiodist"
@@ -307,9 +307,9 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """None while torch makes the group: from 2.15 on it would hang its recorder on a backend in C++ if there were.
+        """Types of the group's devices, or none while torch makes the group.
 
-        Calls of a group in Python do not pass where that recorder listens.
+        From 2.15 on, torch then adds its recorder to each backend of a device, which must be in C++.
         """
         if self not in _world.pg_map:
             return []
@@ -326,7 +326,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Backend.Options:
-        """Options as a backend in C++ has them: its name, the timeout, and the group's name and global ranks."""
+        """Options of a backend in C++: name, timeout, and the group's name and global ranks."""
         options = Backend.Options("aiodist", timedelta(seconds=self._timeout))
         options.group_name = self._name
         options.global_ranks_in_group = list(parts_of(self.coll).dispatcher.ranks)
@@ -346,7 +346,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> AiodistProcessGroup | None:
-        """Return a group of some of this group's ranks, or None if this rank is not among them; they alone call it."""
+        """Return a group of some ranks of this group, or None on other ranks. Only these ranks call."""
         chosen = sorted(ranks)
         if self.rank() not in chosen:
             return None
@@ -380,7 +380,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
             try:
                 self.home.close()
             except BaseException:
-                if self in _world.pg_map:  # torch, which calls us, would keep what is closed; now that does no more
+                if self in _world.pg_map:  # torch would keep the closed group
                     dist.destroy_process_group()
                 raise
         else:
@@ -418,7 +418,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return self.coll.reduce_scatter(*summand(t, opts, kept=True), sizes, out=out)
 
     def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> HandleWork:
-        """Sum sparse tensors, each rank's of its own entries: all get all entries."""
+        """Sum sparse tensors. Each rank gets all entries of all ranks."""
         if opts.reduceOp.op != _Op.SUM:
             raise ValueError(f"a sparse tensor and {opts.reduceOp.op}: expected SUM")
         [t] = tensors
@@ -439,19 +439,19 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
 
 def _called_by_reducer() -> bool:
-    """Return whether torch's reducer calls the process group: no Python lies between that and `backward()`.
+    """Return True if torch's reducer calls the process group, without a frame of Python between it and `backward()`.
 
-    Nor above it where gradients are made on a device, which has a thread of autograd's own.
+    On a device's thread of autograd no frame of Python calls the reducer.
     """
-    caller = _getframe(2).f_back  # above `allreduce`, and the wrapper that gives it its signatures
+    caller = _getframe(2).f_back  # the caller of `allreduce` and of the wrapper with its signatures
     return caller is None or caller.f_code is _BACKWARD
 
 
-# --- what torch asks for ----------------------------------------------------------------------------------------------
+# --- creation by torch ------------------------------------------------------------------------------------------------
 
 
 def create(options: Any, communicator: object = None) -> AiodistProcessGroup:
-    """Return the process group that torch asks for; `communicator` is that of an asyncio program, see `wrap`."""
+    """Return a process group for torch, of the `communicator` of an asyncio program if given: see `wrap`."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     default = dist.group.WORLD
     if isinstance(communicator, Communicator):

@@ -1,4 +1,4 @@
-"""Loop of the communicators of process groups, in a thread or the program's own; rendezvous of their ranks."""
+"""The event loop of process groups, in a thread or the program's, and the rendezvous of their ranks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _LONGEST = timedelta(minutes=5)
 
 
 class Home:
-    """The communicators of one default group, and of those that are made from it."""
+    """The communicators of one default group, and of the groups made from it."""
 
     def __init__(self, world: Communicator, block: ExitStack | None = None) -> None:
-        """`block` is what keeps the world open, and its loop; None: its program does."""
+        """`block` has the open world and its loop, or is None if the program has them."""
         self.world = world
         self.loop = parts_of(world).dispatcher.progress.loop
         self._block = block
@@ -46,43 +46,43 @@ class Home:
 
     @classmethod
     def open(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Home:
-        """Open a world on a loop in a thread, whose ranks meet in `store`."""
+        """Open a world on a loop in a thread. Its ranks meet in `store`."""
         meeting = Introduction(rank, size, _exchange(store, rank, size, timeout))
         stack = ExitStack()
         try:
             world = stack.enter_context(LoopThread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
-        except OperationTimeout as error:  # in the words of torch's stores, which programs look for
+        except OperationTimeout as error:  # words of torch's stores, which programs search for
             raise dist.DistStoreError(f"wait timeout after {1e3 * timeout:g}ms: {error}") from error
         home = cls(world, stack)
         future_threads.groups.add(id(home))
         return home
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what a coroutine on the loop returns; for any thread but the loop's."""
+        """Run a coroutine on the loop and return its result (any thread but the loop's)."""
         if parts_of(self.world).dispatcher.progress.owns_thread():
             raise RuntimeError("torch.distributed would block the event loop here: call it in a thread (to_thread)")
         return result_of(asyncio.run_coroutine_threadsafe(make(), self.loop))
 
     def group(self, name: str, ranks: Sequence[int], parent: Communicator | None = None) -> Communicator:
-        """Return a communicator of `ranks` of `parent`, which alone call it, with a new `name`; None: of the world."""
+        """Return a communicator of `ranks` of `parent`, or of the world for None. Only these ranks call."""
         parent = parent or self.world
         safe = "".join(c if c.isalnum() else "-" for c in name)
 
         async def make() -> Communicator:
-            parts_of(parent).dispatcher.check_usable()  # it may have been aborted before the loop came to this
+            parts_of(parent).dispatcher.check_usable()  # an abort may have come before the loop ran this
             made: Communicator = await parts_of(parent).registry.among(parent, f"c10d-{safe}", ranks)
             return made
 
         return self.call(make)
 
     def release(self, communicator: Communicator) -> None:
-        """Close what `group` returned, once its other ranks close theirs: nobody waits for that."""
+        """Let the loop close a communicator of `group` together with its other ranks. Do not wait."""
         if communicator is not self.world:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(lambda: self.loop.create_task(_close(communicator)))
 
     def close(self) -> None:
-        """Close the world with all that was made in it, and its loop. Collective."""
+        """Close the world with all its communicators, and its loop. Collective."""
         block = self._take_block()
         if block is not None:
             try:
@@ -91,7 +91,7 @@ class Home:
                 self._end_threads()
 
     def abort(self, reason: str) -> None:
-        """Abort the world, on this rank: the others learn that it has left. A thread closes all that the world has."""
+        """Abort the world on this rank. The others learn that the rank has left. A thread closes the world."""
         block = self._take_block()
         if block is None:
             with suppress(RuntimeError):  # the loop is closed
@@ -107,13 +107,13 @@ class Home:
         future_threads.end_idle()
 
     def _take_block(self) -> ExitStack | None:
-        """Return what keeps the world open to the first caller, which ends it; None to every other."""
+        """Return the open world's block to the first caller, which ends it, and None to later ones."""
         with self._ending:
             block, self._block = self._block, None
         return block
 
     def __del__(self) -> None:
-        # Else it is closed, its program has it, or it was left when the interpreter ended, which starts no thread.
+        # Otherwise the world is closed, belongs to the program, or is left at the exit, when no thread can start.
         if getattr(self, "_block", None) is not None and not sys.is_finalizing():
             self.abort("the process group was dropped")
 
@@ -124,21 +124,21 @@ def _end(block: ExitStack, error: CommunicatorAborted) -> None:
 
 
 async def _close(communicator: Communicator) -> None:
-    with suppress(AiodistError, RuntimeError):  # the second: the world, and its channel, was closed meanwhile
+    with suppress(AiodistError, RuntimeError):  # RuntimeError: the world and its channel were closed meanwhile
         await communicator.aclose()
 
 
 def _exchange(
     store: dist.Store, rank: int, size: int, seconds: float
 ) -> Callable[[bytes], Coroutine[Any, Any, list[bytes]]]:
-    """Return what gives each rank the words of all, by torch's store, until `seconds` from now.
+    """Return a function that exchanges bytes between all ranks by torch's store, until `seconds` from now.
 
-    It raises OperationTimeout with the ranks that have not come by then, however long the store itself would wait.
+    The function then raises OperationTimeout with the missing ranks, also if the store has a longer timeout.
     """
     rounds, until = count(), monotonic() + seconds
 
     async def exchange(said: bytes) -> list[bytes]:
-        """It blocks the loop, on which nothing else runs yet: a thread for each wait would cost more than the wait."""
+        """Exchange bytes. The loop may block, since no other task runs yet."""
         prefix = f"aiodist/{next(rounds)}"
         store.set(f"{prefix}/{rank}", said.decode())
         keys = [f"{prefix}/{other}" for other in range(size)]
@@ -157,12 +157,12 @@ def _exchange(
 
 
 async def wrap(coll: Communicator) -> dist.ProcessGroup:
-    """Return torch's default process group over the ranks of `coll`, which goes on beside it; collective.
+    """Return torch's default process group over the ranks of `coll`, which stays usable. Collective.
 
-    The group has a `dup(thread=True)` of its own. `torch.distributed.is_initialized()` is then true, and what torch
-    has for process groups (FSDP2, DTensor, samplers, metrics) works in threads: in `asyncio.to_thread`, or on a
-    `HostStream`. On the loop's own thread a call that waits raises RuntimeError. `dist.destroy_process_group()` ends
-    it, else the end of the communicator does. Raises ValueError where torch has a default group already.
+    The group has its own `dup(thread=True)`. `torch.distributed.is_initialized()` is then true. Torch's users of
+    process groups (FSDP2, DTensor, samplers, metrics) work in threads: in `asyncio.to_thread` or on a `HostStream`. On
+    the loop's thread, a call that waits raises RuntimeError. `dist.destroy_process_group()` or the end of the
+    communicator ends the group. Raises ValueError if torch has a default group already.
     """
     own = await coll.dup(thread=True)
     store = None
@@ -179,11 +179,11 @@ async def wrap(coll: Communicator) -> dist.ProcessGroup:
     return group
 
 
-# --- what torch is told at import -------------------------------------------------------------------------------------
+# --- registration with torch ------------------------------------------------------------------------------------------
 
 
 def register(name: str, create: Callable[..., Any]) -> None:
-    """Register the backend, and what `env://` means where torch's variables are not set; once in a process."""
+    """Register the backend, and `env://` without torch's variables, once in a process."""
     if name in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
@@ -191,7 +191,7 @@ def register(name: str, create: Callable[..., Any]) -> None:
     of_torch = handlers["env"]
 
     def meet(url: str, timeout: timedelta = _LONGEST, **options: object) -> Iterator[Met]:
-        """Yield the store, rank and size: by torch's variables, else by `aiodist run`, or by a plain mpirun."""
+        """Yield the store, rank and size by torch's variables, `aiodist run` or a plain mpirun, in this order."""
         environment = Environment.read()
         started = environment.mpi or environment.rendezvous is not None
         if "rank=" in url or environment.variables.keys() >= _VARIABLES or not started:
@@ -203,7 +203,7 @@ def register(name: str, create: Callable[..., Any]) -> None:
 
 
 def _met(environment: Environment, timeout: timedelta) -> Met:
-    """Open a store on rank 0, and send its address to the others."""
+    """Open a store on rank 0, and send its address to the other ranks."""
     rank, size = environment.rank, environment.size
 
     def open_store(host: str) -> dist.TCPStore:
@@ -231,9 +231,9 @@ def _over_mpi(told: str | None) -> str:
 async def _over_channel(
     environment: Environment, open_store: Callable[[str], dist.TCPStore], seconds: float
 ) -> tuple[dist.TCPStore | None, str]:
-    """Return the store of rank 0, on that rank alone, and its address.
+    """Return the store, on rank 0 only, and its address.
 
-    Other hosts reach rank 0 by the address from which it reaches the hub.
+    Other hosts reach rank 0 by the address with which rank 0 reaches the hub.
     """
     assert environment.rendezvous is not None
     channel = await connect(

@@ -1,4 +1,4 @@
-"""DDP's gradients averaged in one pass, in place of a division and a sum."""
+"""A hook that averages DDP's gradients in one pass, in place of a division and a sum."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,11 +12,11 @@ _MEAN.reduceOp = dist.ReduceOp.AVG
 
 
 def ddp_hook(net: DistributedDataParallel) -> None:
-    """Have `net` average its gradients in one pass over its buckets, which lie in memory that ranks of a host share.
+    """Let `net` average its gradients in one pass over its buckets, in memory that the ranks of a host share.
 
-    To be called once, before the first backward pass. The sums are divided after they were added up, where DDP's own
-    way divides first: results may differ in the last bit unless the number of ranks is a power of two. Raises
-    TypeError where the process group of `net` is of another backend.
+    Call this function once, before the first backward pass. It divides the sums, while DDP divides the summands. So
+    results may differ in the last bit, unless the number of ranks is a power of two. Raises TypeError if the process
+    group of `net` is of another backend.
     """
     group = net.process_group
     if not isinstance(group, AiodistProcessGroup):
@@ -24,8 +24,8 @@ def ddp_hook(net: DistributedDataParallel) -> None:
     net.register_comm_hook(group, _reduce)
 
 
-# torch looks at the annotations themselves, which a __future__ import would make strings.
+# torch reads the annotations, which a __future__ import would make strings.
 def _reduce(group: AiodistProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer()
     group.adopt(buffer)
-    return group.allreduce([buffer], _MEAN).get_future().then(lambda over: over.value()[0])
+    return group.allreduce([buffer], _MEAN).get_future().then(lambda done: done.value()[0])

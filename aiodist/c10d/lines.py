@@ -33,14 +33,14 @@ _OPS: Mapping[int, Op] = MappingProxyType(
         _Op.PREMUL_SUM.value: "sum",
     }
 )
-"""By the numbers of torch's operators, which it compares in Python."""
+"""Operators of communicators, by the numbers of torch's operators."""
 
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _PREMULTIPLIED: int = _Op.PREMUL_SUM.value
 
 
 def summand(line: Tensor, opts: Any, *, kept: bool = False) -> tuple[Tensor, Op]:
-    """Return flat `line` and the operator, as a communicator takes them; `kept`: it is the user's, and only read."""
+    """Return flat `line` and the operator for a communicator. True for `kept` leaves `line` unchanged."""
     op = opts.reduceOp
     number = op.op.value
     name = _OPS[number]
@@ -51,10 +51,10 @@ def summand(line: Tensor, opts: Any, *, kept: bool = False) -> tuple[Tensor, Op]
 
 
 def flat_all(ts: Tensors, opts: Any = None, coll: Communicator | None = None) -> tuple[Tensors, Finish]:
-    """Return the written tensors, flat, in the order of their dimensions, and a call that completes them.
+    """Return the written tensors flat, in the order of their dimensions, and a function that completes them, or None.
 
-    The call copies elements of another order in memory back to their places. If `opts` asks for means of integers it
-    also divides the sums, and drops the remainder as NCCL does.
+    The function copies elements to tensors with another order in memory. If `opts` asks for means of integers, it also
+    divides the sums, and drops the remainder as NCCL does.
     """
     lines = list(map(flat, ts))
     apart = [(t, line) for t, line in zip(ts, lines, strict=True) if not t.is_contiguous()]
@@ -75,16 +75,16 @@ def flat_all(ts: Tensors, opts: Any = None, coll: Communicator | None = None) ->
 
 
 def rooms_of(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] | None]:
-    """Return a flat tensor for what is to end in each list, and what copies it there; None: it lies there already."""
-    lying = [together(ts) for ts in outputs]
+    """Return a flat tensor for each list of outputs, and a function that copies the elements to the lists, or None."""
+    whole = [together(ts) for ts in outputs]
     rooms = [
         ts[0].new_empty(sum(t.numel() for t in ts)) if line is None else line
-        for ts, line in zip(outputs, lying, strict=True)
+        for ts, line in zip(outputs, whole, strict=True)
     ]
-    apart = [(room, ts) for room, ts, line in zip(rooms, outputs, lying, strict=True) if line is None]
-    dealt = [ts for ts, line in zip(outputs, lying, strict=True) if line is not None]
+    apart = [(room, ts) for room, ts, line in zip(rooms, outputs, whole, strict=True) if line is None]
+    dealt = [ts for ts, line in zip(outputs, whole, strict=True) if line is not None]
     written = [t for ts in dealt for t in ts[1:] if t._base is None or t._base is not ts[0]._base]
-    increment_version(written)  # those that do not share the version of the first, which the communicator writes
+    increment_version(written)  # the communicator raises only the version of the first tensor of a list
 
     def deal() -> None:
         for room, ts in apart:
@@ -96,16 +96,16 @@ def rooms_of(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object]
 
 
 def check_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
-    """Raise ValueError where two `outputs` of a call overlap, or one of them overlaps an input with another number.
+    """Raise ValueError if two `outputs` of a call overlap, or if an output overlaps an input of another operation.
 
-    The operations of a call run in any order. An output and its own input are for the operation itself to check.
+    The operations of a call run in any order. The communicator checks the output and the input of one operation.
     """
     if len(outputs) < 2:
         return
     every = [(t.data_ptr(), True, i, t) for i, t in enumerate(outputs)]
     every += [(t.data_ptr(), False, i, t) for i, t in enumerate(inputs)]
     kinds = ("input", "output")
-    last: list[tuple[int, bool, int, Tensor]] = []  # of those so far that may reach further
+    last: list[tuple[int, bool, int, Tensor]] = []  # earlier ones that may overlap later ones
     for one in sorted((each for each in every if each[3].nbytes), key=itemgetter(0, 1, 2)):
         start, writes, i, _ = one
         last = [each for each in last if each[0] + each[3].nbytes > start]
@@ -117,13 +117,13 @@ def check_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> Non
         last.append(one)
 
 
-# --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------
+# --- tensors for a communicator: flat, dense, of a known dtype --------------------------------------------------------
 
 
 def flat(t: Tensor) -> Tensor:
-    """Return the elements of `t` in the order of its dimensions, flat; a copy where memory has another order.
+    """Return the elements of `t` flat, in the order of its dimensions: a copy if memory has another order.
 
-    Raises ValueError where memory has gaps.
+    Raises ValueError if memory has gaps.
     """
     t = t.detach() if t.requires_grad else t
     if t.is_contiguous():
@@ -134,13 +134,13 @@ def flat(t: Tensor) -> Tensor:
 
 
 def movable(t: Tensor) -> Tensor:
-    """Return `t` flat, as bytes where its dtype is none that communicators know: for what only moves it."""
+    """Return `t` flat, for calls without arithmetic: as bytes if communicators do not know its dtype."""
     t = flat(t)
     return t if t.dtype in SUPPORTED else t.view(torch.uint8)
 
 
 def together(ts: Sequence[Tensor]) -> Tensor | None:
-    """Return equal tensors that follow one another in one storage as one flat tensor, else None."""
+    """Return one flat tensor of equal tensors that are in a row in one storage, or None for other tensors."""
     first = ts[0]
     start, nbytes, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
     for i, t in enumerate(ts):
@@ -152,13 +152,13 @@ def together(ts: Sequence[Tensor]) -> Tensor | None:
 
 
 def joined(ts: Sequence[Tensor]) -> Tensor:
-    """Return the elements of all `ts` in one flat tensor, which is a copy only where they do not lie so already."""
-    lying = together(ts)
-    return torch.cat([t.detach().reshape(-1) for t in ts]) if lying is None else lying
+    """Return the elements of all `ts` in one flat tensor, a copy unless they are in a row in one storage."""
+    whole = together(ts)
+    return torch.cat([t.detach().reshape(-1) for t in ts]) if whole is None else whole
 
 
 def blocks_of(t: Tensor, rows: int, sizes: Sequence[int], ranks: int) -> list[Tensor]:
-    """Return the flat blocks of `t` for each rank: `sizes` of its `rows`, or even blocks where there are none."""
+    """Return the flat block of `t` for each rank: `sizes` of its `rows`, or even blocks for empty `sizes`."""
     line = movable(t)
     if not sizes:
         return list(line.split(line.numel() // ranks)) if line.numel() else [line] * ranks

@@ -1,4 +1,4 @@
-"""The signatures of torch's `ProcessGroup`: options, or an operator, a root and a timeout; lists, or one tensor."""
+"""The signatures of torch's `ProcessGroup`: with options or single arguments, of lists or one tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def signatures(options: type, *forms: str) -> Callable[[Callable[..., T]], Calla
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)
         def call(self: object, *args: Any, **named: Any) -> T:  # noqa: ANN401
-            if len(args) == count and not named and isinstance(args[-1], options):  # what torch's own calls pass
+            if len(args) == count and not named and isinstance(args[-1], options):  # as torch's own calls
                 return method(self, *args)
             for form in (own, *others):
                 if (given := form.match(args, named)) is not None:
@@ -52,7 +52,7 @@ def signatures(options: type, *forms: str) -> Callable[[Callable[..., T]], Calla
 
 
 class _Form:
-    """One signature: the names of its parameters, and what each takes."""
+    """One signature: the names and types of its parameters."""
 
     def __init__(self, words: Sequence[str], options: type) -> None:
         self.names = [word.rstrip("*+") for word in words]
@@ -66,7 +66,7 @@ class _Form:
         ]
 
     def match(self, args: Sequence[object], named: Mapping[str, object]) -> dict[str, Any] | None:
-        """Return the arguments by name; None if they do not fit."""
+        """Return the arguments by name, or None if they do not fit."""
         given = dict(zip(self.names, args, strict=False))
         if len(args) > len(self.names) or given.keys() & named.keys():
             return None
@@ -79,14 +79,14 @@ class _Form:
         return given if fits else None
 
     def lists(self, given: Mapping[str, Any], own: _Form) -> list[Any]:
-        """Return the tensors, nested as those of the form `own`; an empty list stays one."""
+        """Return the tensors, nested as in the form `own`. An empty list stays empty."""
         return [
             [given[name]] if depth < wanted and (depth == 0 or given[name]) else given[name]
             for (name, depth, _), (_, wanted, _) in zip(self._depths, own._depths, strict=True)
         ]
 
     def opts(self, given: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one of torch's
-        """Return the options that are given, or options of the other arguments."""
+        """Return the given options, or options of the other arguments."""
         if "opts" in given:
             return given["opts"]
         made = self._options()

@@ -1,4 +1,4 @@
-"""`HandleWork`: what a call of the process group returns, a `torch.distributed.Work` over handles."""
+"""`HandleWork`, the result of a call of the process group: a `torch.distributed.Work` over handles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FutureThreads:
                 worker = self._idle.pop()
             except IndexError:
                 worker = Worker("aiodist-future", self._serve, drop=self._serve, exit_seconds=_EXIT_SECONDS)
-            if worker.refusal is None:  # else it is that of the parent of this process
+            if worker.refusal is None:  # otherwise the thread is in the parent of this process
                 worker.submit((worker, job))
                 return
 
@@ -70,15 +70,15 @@ future_threads = FutureThreads()
 
 
 def backend_error(error: BaseException) -> dist.DistBackendError:
-    """Return what torch's programs catch; of a peer that is gone it begins with gloo's words, which they look for."""
+    """Return the error that torch's programs catch. For a lost peer it begins as gloo's, which programs search for."""
     gone = isinstance(error, (PeerLost, PeerGone))
     return dist.DistBackendError(f"Connection closed by peer: {error}" if gone else str(error))
 
 
 class HandleWork(dist.Work):
-    """Handles that are one operation to torch, and what is left to do with their results.
+    """Handles that are one operation for torch, and a function that completes their results.
 
-    A rank that is lost, or a call that differs, is a `DistBackendError` to torch, raised from the error of aiodist.
+    A `DistBackendError` is raised from an error of aiodist, such as a lost rank or a mismatch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HandleWork(dist.Work):
         timeout: float | None,
         finish: Callable[[], object] | None = None,
     ) -> None:
-        """`finish` is called once when all `handles` are done, by the thread that learns it first."""
+        """Call `finish` once when all `handles` are done, in the first thread that learns of their end."""
         super().__init__()
         self.blocks = False
         self._handles = handles
@@ -100,12 +100,12 @@ class HandleWork(dist.Work):
 
     @classmethod
     def of(cls, works: Sequence[HandleWork], timeout: float | None) -> HandleWork:
-        """Return several works as one."""
+        """Return one work of several."""
         handles = [handle for work in works for handle in work._handles]
         return cls(handles, [t for work in works for t in work._tensors], timeout, lambda: [w._finish() for w in works])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the results are there; on a CUDA device, when the current stream is behind them."""
+        """Return True when the results are there. On a CUDA device, order the current stream after the operation."""
         seconds = timeout.total_seconds() if timeout else self._timeout
         until = None if seconds is None or len(self._handles) == 1 else monotonic() + seconds
         try:
@@ -114,7 +114,7 @@ class HandleWork(dist.Work):
                     handle.wait_stream()
                 else:
                     handle.wait(seconds if until is None else max(0.0, until - monotonic()))
-        except OperationTimeout as error:  # in the words of gloo, which programs look for
+        except OperationTimeout as error:  # gloo's words, which programs search for
             raise dist.DistBackendError(f"{error.op}: Timed out waiting {1e3 * (seconds or 0):g}ms: {error}") from error
         except AiodistError as error:
             self._wait_for_future()
@@ -129,66 +129,66 @@ class HandleWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As `wait`: what is queued on the current stream from now on begins behind the operation."""
+        """As `wait`, which orders the current stream after the operation."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True if it is finished, well or not, and its future with it."""
-        over = all(handle.done() for handle in self._handles)
-        if over and self.exception() is None:
+        """Return True if the operation has returned or failed, and its future is finished."""
+        done = all(handle.done() for handle in self._handles)
+        if done and self.exception() is None:
             self._finish()
-        return over and (self._future is None or self._future.done())
+        return done and (self._future is None or self._future.done())
 
     def is_success(self) -> bool:
-        """Return whether it is over and raised nothing."""
+        """Return True if the operation has returned."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of aiodist that it ended with; None where there is none, or not yet."""
+        """Return the operation's error, or None for a pending or successful operation."""
         return next((e for h in self._handles if h.done() and (e := internals.error_of(h)) is not None), None)
 
     def source_rank(self) -> int:
-        """Return the rank, in the group, that a receive was sent by."""
-        internals.block(self._handles[0])  # `wait` returns before, where a stream is to be behind it
+        """Return the sender's rank in the group, of a receive."""
+        internals.block(self._handles[0])  # unlike `wait`, which only orders a stream
         source = self._handles[0].source
         return -1 if source is None else source
 
     _source_rank = source_rank
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that hold the result."""
+        """Return the tensors with the result."""
         return list(self._tensors)
 
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors, for DDP's reducer and hooks.
 
-        The future of a finished operation is finished, and runs a callback inline. Else a worker thread waits and runs
-        the callbacks; `wait` returns after the future is finished. With `blocks` it is one of C++, which Python makes
-        only of what is there: this waits for that.
+        The future of a finished operation is finished, and runs callbacks inline. Otherwise a worker thread waits and
+        runs the callbacks, and `wait` returns after the future is finished. True for `blocks` waits for the operation
+        and returns a future of C++, which Python can only make of a result.
         """
         if self.blocks:
             self.wait()
             made: Future[list[Tensor]] = fork(self.result)
             return made
         if self._future is None:
-            over: Future[None] = Future()
-            self._future = over.then(self._outcome)
+            ended: Future[None] = Future()
+            self._future = ended.then(self._outcome)
             if all(handle.done() for handle in self._handles):
-                over.set_result(None)
+                ended.set_result(None)
             else:
-                future_threads.run(partial(self._complete, over))
+                future_threads.run(partial(self._complete, ended))
         return self._future
 
     def _wait_for_future(self) -> None:
-        """Block until the worker thread has finished the future, if there is one; its callbacks may still run."""
+        """Block until the worker thread has finished the future, if any. Its callbacks may still run."""
         if self._future is not None and all(handle.done() for handle in self._handles):
             with suppress(RuntimeError):  # the operation's own error, which the caller has
                 self._future.wait()
 
-    def _complete(self, over: Future[None]) -> None:
+    def _complete(self, ended: Future[None]) -> None:
         for handle in self._handles:
-            internals.block(handle, looks=False)  # what computes meanwhile needs the core
-        over.set_result(None)
+            internals.block(handle, looks=False)  # a computing thread needs the core
+        ended.set_result(None)
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
         if (error := self.exception()) is not None:
@@ -207,13 +207,13 @@ class HandleWork(dist.Work):
 
     def __del__(self) -> None:
         receives = False
-        for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
-            if isinstance(handle, Posted):  # a receive that nothing has matched is withdrawn, as by gloo
+        for handle in self._handles:  # torch's programs may drop a work, so only errors are reported
+            if isinstance(handle, Posted):  # a receive without a message is withdrawn, as by gloo
                 PostedOperation.of(handle).mark_retrieved()
                 receives = True
             else:
                 handle.detach()
-        if self._finisher is not None and not receives and not self.is_completed():  # results get where they belong
+        if self._finisher is not None and not receives and not self.is_completed():  # the tensors need the results
             future_threads.run(partial(_finish_dropped, self._handles, self._finisher))
 
 
