@@ -180,8 +180,8 @@ class Machine(ABC):
     def leave(self, worker: int) -> list[Action]:
         """Remove a worker that has finished or is lost from the clock. Return the actions that waited for it.
 
-        The worker's pushes still count, and pending reads are served. After the last leave, all held pushes are applied, and reads
-        of later versions get the last one.
+        The worker's pushes still count, and pending reads are served. After the last leave, all held pushes are
+        applied, and reads of later versions get the last one.
         """
         actions = self.rest(worker)
         self.resting.discard(worker)
