@@ -1,4 +1,4 @@
-"""What tests share: frames that are tampered with; for clients a server in memory that shows what was asked of it."""
+"""Fixtures: frames with changed entries, and for clients a server in memory that records its calls."""
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
@@ -15,7 +15,7 @@ Make = Callable[..., Any]
 
 
 class Call:
-    """One request, which is over when the server says so."""
+    """One request, whose end the server decides."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,7 +38,7 @@ class Memory:
         self.tensors = {name: t.detach().clone() for name, t in tensors.items()}
         self.log: list[tuple[str, list[str], str | None]] = []
         self.lr = 0.5
-        """Of its own rule, which takes gradients."""
+        """Learning rate of its own rule, which takes gradients."""
         self.held = False
         self.waiting: list[tuple[str, Call, Callable[[], None]]] = []
         self.most_pushes = 0
@@ -105,7 +105,7 @@ class Trial:
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
-    """What becomes of what parameter servers send between ranks of this process."""
+    """The frames of parameter servers between ranks of this process."""
     return Frames(monkeypatch)
 
 

@@ -19,7 +19,7 @@ Entry = tuple[int, bytes]
 
 
 class Frames:
-    """What becomes of each frame that a rank sends."""
+    """Changes to the frames of each rank."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.copies: Callable[[], int] = lambda: 1

@@ -1,4 +1,4 @@
-"""What the machines of `aiodist.ps.machines` hold."""
+"""The held requests of a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What codes leave out of pushes, as a codec sees it that passes everything on to another one."""
+"""A codec that records the residuals of another codec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Remembering"]
 
 @dataclass(frozen=True)
 class Remembering:
-    """`codec`, which remembers what it was given, and what each code left out of that."""
+    """`codec`, with a record of its arguments and of the residual of each code."""
 
     codec: Codec
     given: list[Tensor] = field(default_factory=list, repr=False, compare=False)

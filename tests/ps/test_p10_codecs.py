@@ -165,7 +165,7 @@ async def test_p10_rules_that_are_no_sums_do_without_feedback(coll: Communicator
                     value = draw(numel, seed, torch.float32)
                     at_once = [ps.push(name, value, rule=rule), ps.pull(name, torch.empty(numel))]
                     _, after = await asyncio.wait_for(asyncio.gather(*at_once), SECONDS)
-                    if not isinstance(codec, QSGD):  # which draws anew
+                    if not isinstance(codec, QSGD):  # with new random numbers
                         assert torch.equal(after, operator(before, sent(codec, value)))
                     assert torch.equal(seen.given[-1], value)
         await ps.barrier()
@@ -228,7 +228,7 @@ async def test_p10_a_rank_pushes_to_itself_and_reads_itself_without_codes(coll: 
 
 @dataclass(frozen=True)
 class Failing:
-    """Half, but for calls that it was told to fail."""
+    """Half precision, with errors in chosen calls."""
 
     encodes: list[Exception] = field(default_factory=list, repr=False)
     decodes: list[Exception] = field(default_factory=list, repr=False)

@@ -119,7 +119,7 @@ async def test_p10_an_object_that_cannot_be_encoded_is_an_error_at_the_call(coll
 
 
 class Stubborn:
-    """What can be pickled but not unpickled."""
+    """An object that can be pickled but not unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return int, ("no number",)

@@ -1,4 +1,4 @@
-"""P11: checkpoints of a parameter server, taken while pushes go on, for any number of servers."""
+"""P11: checkpoints of a parameter server, taken during pushes, for any number of servers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ IDS = torch.arange(0, 500, 7)
 
 
 async def train(ps: ParameterServer, table: aiodist.ps.Table, seed: int) -> None:
-    """Have rank 0 push to everything, by every rule."""
+    """Let rank 0 push to all tensors, by every rule."""
     if ps.rank == 0:
         for i, rule in enumerate([None, *RULES]):
             for name in ("w", "b", "half"):
@@ -87,7 +87,7 @@ def assert_equal(seen: Mapping[str, Any], expected: Mapping[str, Any], *, bits: 
 
 
 def kept(path: Path, keep: int | None = None, ranks: int = 5, layout: str = "3", **more: Any) -> dict[str, Any]:
-    """Save once, then go on; return what there was then."""
+    """Save once, then continue; return the values at the save."""
 
     async def main() -> dict[str, Any]:
         async with aiodist.init() as coll, server(coll, layout, **more) as ps:
@@ -136,7 +136,7 @@ def test_p11_another_number_of_servers_has_every_bit_and_goes_on(tmp_path: Path,
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(3, backend=("shm", "mpi"))
 async def test_p11_a_checkpoint_amid_pushes_is_of_one_version(coll: Communicator, tmp_path: Path) -> None:
-    """Of each tensor: every element of every block, and the state of its optimizer, counts the same steps."""
+    """In each tensor, every element of every block and the state of the optimizer count the same steps."""
     path = Path(await coll.broadcast_object(str(tmp_path)))
     numels = {"small": 40, "large": 200_000}
     async with ParameterServer(
@@ -221,7 +221,7 @@ async def test_p11_memory_that_is_being_written_is_left_by_what_changes_it(
 
 
 def test_p11_residuals_of_codecs_go_on(tmp_path: Path) -> None:
-    """What a code had left out comes with the pushes after the load, also to another number of servers."""
+    """The pushes after a load include the residual, also for another number of servers."""
 
     def pushed(layout: list[int], first: int, last: int, load: bool) -> dict[str, Tensor]:
         async def main() -> dict[str, Tensor]:
@@ -299,7 +299,7 @@ def rewritten(folder: Path) -> str:
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("damage", [truncated, flipped, missing, rewritten])
 def test_p11_a_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Callable[[Path], str]) -> None:
-    """The error says what is wrong; an older one that is sound is taken instead."""
+    """The error names the damage; without a path to one, the newest sound checkpoint is loaded."""
     expected = kept(tmp_path)["saved"]
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""P12: what a rule raises on a server, and what a body raises, reach whom they should, and nobody else."""
+"""P12: errors of rules and of blocks reach the right ranks; lost and doubled frames; dead links."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
 async def test_p12_an_exception_of_one_body_gives_it_up_on_all_ranks(coll: Communicator, policy: Any) -> None:
-    """The communicator that it was made with goes on."""
+    """The communicator of the parameter server continues."""
 
     async def work() -> None:
         async with ParameterServer(coll, [torch.zeros(120_000)], consistency=policy) as ps:
@@ -274,7 +274,7 @@ async def test_p12_a_rank_that_is_busy_for_long_is_not_given_up(coll: Communicat
 
 
 def test_p12_ranks_hear_of_one_that_cannot_open_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it lacks it lacks alone: memory, descriptors."""
+    """One rank lacks memory or descriptors."""
 
     async def main() -> Exception | None:
         async with aiodist.init(timeout=60) as coll:

@@ -1,4 +1,4 @@
-"""P12: servers that die: the others go on from the last checkpoint, and each push counts once."""
+"""P12: servers die; the others continue from the last checkpoint, and each push counts once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = (PeerLost, CommunicatorError)
 
 
 async def regrouped(coll: Communicator, ps: ParameterServer, **roles: Any) -> Communicator:
-    """Return the communicator of those who live, on which the parameter server goes on."""
+    """Return the communicator of the living ranks, on which the parameter server continues."""
     new = await coll.shrink()
     await ps.rebind(new, **roles)
     return new
@@ -58,7 +58,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def test_p12_each_push_counts_once_when_a_server_dies(  # noqa: C901
     tmp_path: Path, policy: str, layout: str, seed: int
 ) -> None:
-    """It dies at any time after a checkpoint, amid pushes of which some are awaited; those that raised count too."""
+    """A server dies at any time after a checkpoint, during pushes, some awaited. Those that raised count too."""
     apart = layout == "apart"
     dies = 4 if apart else 2
     counts: dict[int, int] = {}
@@ -197,7 +197,7 @@ def test_p12_a_quorum_goes_on_with_the_workers_that_are_left() -> None:
 
 
 def test_p12_servers_keep_what_they_have_where_a_worker_died() -> None:
-    """No checkpoint is needed, and versions go on."""
+    """No checkpoint is needed, and versions continue."""
 
     async def main(number: int) -> Any:
         async with (
@@ -245,7 +245,7 @@ def test_p12_without_a_checkpoint_a_server_that_died_is_told(checkpoints: bool) 
 
 
 def test_p13_a_joiner_gets_state_and_version_while_the_others_go_on(tmp_path: Path) -> None:
-    """It works as soon as it is there; nobody waits for its first pull."""
+    """The new rank works immediately; no rank waits for its first pull."""
     seen: dict[str, Any] = {}
 
     async def main(number: int) -> Any:
@@ -286,7 +286,7 @@ def test_p13_a_joiner_gets_state_and_version_while_the_others_go_on(tmp_path: Pa
     assert found[1][1] == 10
     assert found[1][0] == pytest.approx([values[9]])
     assert seen["values"] in (pytest.approx([values[7]]), pytest.approx([values[8]]))
-    assert min(seen["staleness"]) < 2  # the push that was made of what the joiner was given
+    assert min(seen["staleness"]) < 2  # the push of the first pulled values
 
 
 CLIENTS: dict[str, Any] = {
@@ -298,7 +298,7 @@ CLIENTS: dict[str, Any] = {
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_p12_a_client_goes_on_from_the_centre(tmp_path: Path, kind: str) -> None:
-    """A server dies with pushes and pulls under way: nothing of them is raised once the clients have begun again."""
+    """A server dies during pushes and pulls, whose errors are not raised after the clients have begun again."""
 
     async def main(number: int) -> Any:
         torch.manual_seed(0)

@@ -22,11 +22,11 @@ LARGE = 1 << 18
 
 
 class Lapse(Exception):
-    """What a rank raises here."""
+    """The error of a rank."""
 
 
 def test_p12_a_failure_ends_the_service_thread_and_what_it_holds() -> None:
-    """Of five pushes one is being applied when a rank fails; the others are applied nowhere, and all memory is free."""
+    """A rank fails while the first of five pushes is applied; no server applies the others, and all memory is free."""
     begun, free = threading.Event(), threading.Event()
     applied: list[int] = []
     kept: list[weakref.ref[Any]] = []
@@ -51,7 +51,7 @@ def test_p12_a_failure_ends_the_service_thread_and_what_it_holds() -> None:
                     while True:
                         await ps.sync()
                         await asyncio.sleep(0)
-                finally:  # it was given up here too
+                finally:  # this rank has aborted too
                     free.set()
 
     with pytest.raises(Lapse):

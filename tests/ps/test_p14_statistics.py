@@ -79,7 +79,7 @@ async def test_p14_what_lies_in_an_arena_does_not_travel(coll: Communicator) -> 
         await coll.barrier()
         if ps.is_server:
             found = ps.statistics()
-            assert found.served >= 4  # and what it read itself
+            assert found.served >= 4  # and its own reads
 
 
 @pytest.mark.ranks(2)
@@ -124,7 +124,7 @@ async def test_p14_objects_are_counted_by_their_codes(coll: Communicator) -> Non
 async def test_p14_staleness_is_what_each_push_missed(coll: Communicator) -> None:
     policy = Asynchronous(max_staleness=2, stale="drop")
     async with ParameterServer(coll, {"w": torch.zeros(SMALL)}, servers=1, consistency=policy) as ps:
-        for worker, pushes in ((0, 2), (1, 3), (0, 2)):  # nobody reads in between, and bases stay at 0
+        for worker, pushes in ((0, 2), (1, 3), (0, 2)):  # without reads, so all bases are 0
             if coll.rank == worker:
                 for _ in range(pushes):
                     await ps.push("w", torch.ones(SMALL), timeout=SECONDS)

@@ -25,7 +25,7 @@ SECONDS = 20.0
 LARGE = 70_000  # more than an entry carries
 SIZES = (1, 100, LARGE)
 TRANSPORTS = ("gloo", "shm", "mpi")
-HARMLESS = ("coded push", "done")  # about requests that nobody knows
+HARMLESS = ("coded push", "done")  # about unknown requests
 
 
 class Poison:
@@ -109,7 +109,7 @@ async def test_p16_a_parameter_server_over_a_transport_unpickles_nothing(
     assert not poison.tried
 
 
-# --- what somebody crafts ----------------------------------------------------------------------------------------
+# --- crafted entries ---------------------------------------------------------------------------------------------
 
 
 class Evil:
@@ -147,7 +147,7 @@ def crafted(code: bytes) -> dict[str, tuple[int, bytes]]:
 async def test_p16_a_crafted_message_runs_nothing_and_ends_at_most_the_server(
     coll: Communicator, poison: Poison, frames: Frames, tmp_path: Path, what: str
 ) -> None:
-    """What makes no sense gives the parameter server up on all ranks, in time; the communicator goes on."""
+    """A wrong entry aborts the parameter server on all ranks, in time; the communicator continues."""
     mark = tmp_path / "it-ran"
     entry = crafted(pickle.dumps(Evil(mark)))[what]
     told: Exception | None = None

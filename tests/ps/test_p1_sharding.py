@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aiodist.ps.settings import Span, place
 
 names = st.text(st.characters(), max_size=20)
-"""Of any characters, surrogates too."""
+"""Names of any characters, surrogates too."""
 
 
 @given(names, st.integers(0, 10_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 40), st.integers(1, 100_000))

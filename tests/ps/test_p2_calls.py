@@ -82,7 +82,7 @@ async def test_p2_what_a_push_sends_by_default(coll: Communicator) -> None:
         await coll.barrier()
         with pytest.raises(ValueError, match=r"no \.grad"):
             ps.push(rule="sgd")
-        await ps.push(net)  # add: what lies in the tensors
+        await ps.push(net)  # add: the values of the tensors
         await ps.barrier()
         await ps.pull()
         assert net.weight.tolist() == [[12.0, 12.0]]
@@ -112,9 +112,9 @@ async def test_p2_prefetch_and_integrate(coll: Communicator, split: int) -> None
         await coll.barrier()
         await ps.push(["w", "v"], [full(2), full(2)])
         await ps.barrier()
-        assert await ps.integrate(elastic, "w") is w  # with what was prefetched
+        assert await ps.integrate(elastic, "w") is w  # with the prefetched values
         after = 1.0 + 2 * coll.size
-        handle = ps.integrate(elastic, ["w", "v"])  # with what is there
+        handle = ps.integrate(elastic, ["w", "v"])  # with pulled values
         assert await handle == [w, v]
         assert handle.version == coll.size
         assert seen == [(1, 1), (1, after), (1, after)]

@@ -53,7 +53,7 @@ async def test_p2_cuda_calls_keep_their_order(simulated_cuda: SimulatedCuda, col
         if ps.rank == 0:
             await ps.init(["a", "b"], [torch.zeros(50_000).cuda(), torch.zeros(3)])
             handles = []
-            for turn in range(6):  # all that comes behind a copy waits for it
+            for turn in range(6):  # later requests wait for a copy
                 handles += [ps.push("a", torch.ones(50_000, device="cuda")), ps.push("a", torch.ones(50_000))]
                 handles += [ps.push("b", torch.ones(3)), ps.push("b", torch.ones(3, device="cuda"))]
                 one, two = ps.pull("a"), ps.pull("b", torch.empty(3))

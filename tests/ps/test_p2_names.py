@@ -1,4 +1,4 @@
-"""P2: names: who fills them, ranks that disagree or never come, freeing, and what cannot be a name."""
+"""P2: names: their fillers, ranks that disagree or never come, freeing, and invalid names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"shared": {}, "cut": {"split_bytes": 1}, "
 async def test_p2_those_who_agree_on_a_name_use_it(
     coll: Communicator, layout: str, odd: dict[str, Any], said: str, who: int
 ) -> None:
-    """Rank `who` comes last, and is told both sides."""
+    """Rank `who` comes last, and its error has both sides."""
     async with ParameterServer(coll, **LAYOUTS[layout]) as ps:
         if not ps.is_worker:
             return
@@ -64,7 +64,7 @@ async def test_p2_those_who_agree_on_a_name_use_it(
             await ps.free("w")
         await ps.barrier()
         async with asyncio.timeout(60):
-            await ps.init("w", torch.arange(3))  # gone for all, as nobody else had it
+            await ps.init("w", torch.arange(3))  # removed, since no other rank had it
         await ps.barrier()
 
 
@@ -117,7 +117,7 @@ async def test_p2_a_server_that_never_gives_its_own_block_is_an_error(coll: Comm
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("late", [0, 2])
 async def test_p2_who_comes_after_a_refusal_is_told(coll: Communicator, late: int) -> None:
-    """Rank 0, which alone serves, means another shape; the rank that comes last is told what the others were told."""
+    """Rank 0, the only server, gives another shape; the last rank gets the error of the others."""
     async with ParameterServer(coll, servers=[0], workers=[0, 1, 2], start="own", timeout=20.0) as ps:
         for rank in (*(rank for rank in (1, 0, 2) if rank != late), late):
             if rank == coll.rank:
@@ -138,7 +138,7 @@ async def test_p2_who_comes_after_a_refusal_is_told(coll: Communicator, late: in
 
 @pytest.mark.ranks(3)
 async def test_p2_a_reader_that_comes_after_a_refusal_is_told(coll: Communicator) -> None:
-    """The only worker was refused, so nobody gives first values; the second reader comes when that is long over."""
+    """The only worker was refused, so no rank gives first values; the second reader comes long after that."""
     async with ParameterServer(coll, servers=[2], workers=[0]) as ps:
         await asyncio.sleep([5.0, 0.0, 10.0][coll.rank])
         async with asyncio.timeout(60):
@@ -149,7 +149,7 @@ async def test_p2_a_reader_that_comes_after_a_refusal_is_told(coll: Communicator
 
 @pytest.mark.ranks(2)
 async def test_p2_calls_behind_a_push_that_is_being_encoded_end_with_the_server(coll: Communicator) -> None:
-    """They have not begun when the parameter server is given up."""
+    """They have not begun when the parameter server is aborted."""
     handles: list[Any] = []
     with pytest.raises((RuntimeError, aiodist.CommunicatorAborted)):  # noqa: PT012
         async with ParameterServer(coll, {"w": full(0, 1 << 20)}, servers=[1], workers=[0, 1], codec=Half()) as ps:

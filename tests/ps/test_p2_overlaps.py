@@ -14,11 +14,11 @@ from aiodist.ps import Asynchronous, Bounded, ParameterServer, Synchronous
 from tests.support.calls import drawn
 
 LARGE = 100_000
-"""So many elements are not copied at the call."""
+"""Number of elements that are not copied at the call."""
 
 
 class Example(NamedTuple):
-    """What is called, and where values and outputs lie in one buffer, in quarters of a tensor."""
+    """A call, with the places of values and outputs in one buffer, in quarters of a tensor."""
 
     call: str
     numel: int
@@ -41,7 +41,7 @@ EXAMPLES = st.builds(
 async def _tried(
     ps: ParameterServer, coll: Communicator, there: dict[str, Tensor], example: Example, *, early: bool
 ) -> bool:
-    """Return whether the call was taken; `there` is what the servers have, which a read may see `early`."""
+    """Return whether the call was accepted; `there` are the servers' values, which a read may see `early`."""
     numel = example.numel
     names = [f"{kind}{numel}" for kind in "ab"]
     base = coll.arena_empty(6 * numel) if example.arena else torch.empty(6 * numel)

@@ -77,7 +77,7 @@ async def test_p2_a_generator_of_parameters_means_all_of_them_in_every_call(coll
 
 @pytest.mark.ranks(2)
 async def test_p2_what_failed_leaves_nothing_behind(coll: Communicator) -> None:
-    """Its communicator, and the memory of its shards, had been there until the world ended."""
+    """The communicator and the memory of shards were kept until the world ended."""
     for _ in range(5):
         with suppress(LookupError, CommunicatorError):
             async with ParameterServer(coll, {"w": torch.zeros(LARGE)}) as ps:
@@ -107,7 +107,7 @@ def test_p2_a_rank_that_is_cancelled_while_it_opens_leaves_nobody_waiting(ticks:
             try:
                 await opening
             except asyncio.CancelledError:
-                await asyncio.sleep(20)  # it does something else: nothing but its word can tell the others
+                await asyncio.sleep(20)  # it does something else: only its entry can inform the others
                 return "cancelled"
             except CommunicatorError as error:
                 return str(error) if asyncio.get_running_loop().time() - began < 10 else "told late"
@@ -228,7 +228,7 @@ def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> Non
 
     async def main() -> list[str]:
         seen = []
-        with suppress(AiodistError):  # with one that died nobody closes in peace
+        with suppress(AiodistError):  # no close succeeds after a death
             async with (
                 aiodist.init() as coll,
                 ParameterServer(coll, servers=[0, 1], workers=[2, 3], split_bytes=8, timeout=60) as ps,

@@ -17,7 +17,7 @@ LIMIT = 30.0
 
 
 def compute_until_served(ps: ParameterServer, goal: int) -> int:
-    """Multiply matrices, and nothing else, until so many reads were served; return how many there were in the end."""
+    """Only multiply matrices until `goal` reads were served; return the final number."""
     a, began = torch.rand(600, 600), time.monotonic()
     while ps.statistics().served < goal and time.monotonic() - began < LIMIT:
         a = (a @ a).clamp(0, 1)

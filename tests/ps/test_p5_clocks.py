@@ -41,7 +41,7 @@ def test_p5_synchronous_holds_who_runs_ahead() -> None:
     assert fill(machine, (1, 0)) == [step(1, (0, 0), (1, 0))]
     assert waiting(machine)[0] == (Push(0, 1), Push(0, 2))
     assert fill(machine, (1, 9)) == [step(2, (0, 1), (1, 9))]
-    assert machine.counts.staleness == {0: 2, 1: 2}  # nobody has read
+    assert machine.counts.staleness == {0: 2, 1: 2}  # without a read
 
 
 def test_p5_synchronous_pull_waits_for_its_version() -> None:

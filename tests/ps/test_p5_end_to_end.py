@@ -78,7 +78,7 @@ async def test_p5_synchronous_steps_equal_at_any_speed_of_the_workers(coll: Comm
 async def test_p5_synchronous_steps_go_on_with_those_that_are_left(
     coll: Communicator, layout: str, reduction: Any
 ) -> None:
-    """Rank r does 2 r + 1 steps; nobody waits for one that has done its own."""
+    """Rank r does 2 r + 1 steps; no rank waits for one that has finished."""
     async with ParameterServer(coll, {"w": ones(0)}, consistency=Synchronous(reduction), **LAYOUTS[layout]) as ps:
         if not ps.is_worker:
             return
@@ -167,8 +167,8 @@ async def test_p5_bounded_nobody_is_more_than_that_ahead(
                 await ps.pull("0", read)
                 assert int(read[coll.rank]) == i + 1, "a push that was applied is seen"
                 assert ahead(read.int().tolist(), goals) <= slack
-        await asyncio.gather(*pushes)  # who leaves holds nobody up any more, with what it pushed still held
-    if clocks.seen:  # it lies on one rank; in one process all share the list
+        await asyncio.gather(*pushes)  # no rank waits for one that leaves, whose pushes are still held
+    if clocks.seen:  # one rank has it; in one process all share the list
         assert clocks.seen[-1] == goals
         assert max(ahead(seen, goals) for seen in clocks.seen) == slack
 

@@ -51,7 +51,7 @@ async def counted(coll: Communicator, ps: ParameterServer, what: str) -> int:
 
 
 async def same_for_all(coll: Communicator, ps: ParameterServer, *names: str) -> list[Tensor]:
-    """Pull after the barrier: nobody misses anything, and nothing comes later."""
+    """Pull after the barrier: no push is missing, and none comes later."""
     pulled = await ps.pull(list(names), [torch.empty_like(zeros()) for _ in names])
     for t in pulled:
         first, *others = await coll.allgather(t)
@@ -60,7 +60,7 @@ async def same_for_all(coll: Communicator, ps: ParameterServer, *names: str) -> 
 
 
 def worked(layout: dict[str, Any], work: Callable[[Communicator, ParameterServer], Any], policy: Policy) -> None:
-    """Run `work` on the workers; `run_ranks` raises Deadlock where nobody can go on any more."""
+    """Run `work` on the workers; `run_ranks` raises Deadlock if no rank can continue."""
 
     async def main() -> None:
         async with aiodist.init() as coll:
@@ -82,7 +82,7 @@ def worked(layout: dict[str, Any], work: Callable[[Communicator, ParameterServer
 @pytest.mark.ranks(2, backend=("mpi", "shm"))
 @EVERYWHERE
 async def test_p5_uneven_pushes_end(coll: Communicator, policy: str) -> None:
-    """Rank 0 has most, of one tensor; the last rank has most of another, so each waits for what nobody will push."""
+    """Rank 0 has most of one tensor, and the last rank of another, so each waits for pushes that never come."""
     w = {"x": zeros(), "y": zeros()}
     async with ParameterServer(coll, w, consistency=POLICIES[policy](), timeout=SECONDS) as ps:
         for name in "xy":
@@ -182,7 +182,7 @@ def test_p5_bounded_clocks_start_again_at_a_barrier(ahead: int) -> None:
             ps.push("x", zeros() + 1).add_done_callback(lambda done: done.result())
         await ps.barrier()
         await coll_of(coll, 0)
-        if ps.rank == 2:  # the others do not wait for what it has missed
+        if ps.rank == 2:  # the others do not wait for its missed pushes
             await asyncio.sleep(10.0)
         for _ in range(ahead):
             await ps.push("x", zeros() + 1, timeout=1.0)
@@ -270,7 +270,7 @@ def test_p5_a_sync_of_some_takes_nobody_off_the_clock() -> None:
 
 
 async def wander(dice: random.Random, segments: int, stays: int, coll: Communicator, ps: ParameterServer) -> int:
-    """Push this and that, sync or not, and meet the others, so many times; return how many pushes were made."""
+    """Push, perhaps sync, and meet the others, several times; return the number of pushes."""
     count = 0
     for segment in range(segments):
         if segment == stays:

@@ -1,4 +1,4 @@
-"""P5, P6: all that workers do, in any order, under any policy: nothing lost, nothing twice, nobody waits for ever."""
+"""P5, P6: all calls of workers, in any order, under any policy: no push is lost or doubled, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READER = 1000
 
 
 class Watched:
-    """A machine, and beside it a slow model of all that must hold; every event is checked."""
+    """A machine with a slow model of its rules, which checks every event."""
 
     def __init__(self, policy: Policy, workers: int) -> None:
         self.policy = policy
@@ -127,7 +127,7 @@ class Watched:
                 assert len(set(workers)) == len(workers)
                 assert self.present <= set(workers)
             case Quorum(n=n, stale=stale):
-                # more, or the last few, only when somebody left
+                # more, or the last few, only after a leave
                 assert len(workers) == n or len(self.present) < n
                 assert stale != "drop" or not any(staleness for staleness in self.staleness)
             case Bounded(staleness=ahead):
@@ -161,7 +161,7 @@ class Watched:
         return self.version, self.dropped, self.repeated, len(self.serves), len(self.present), sum(self.last.values())
 
     def settled(self) -> None:
-        """Nothing is held that could go on."""
+        """No request is held that could continue."""
         assert not any(self.servable(*pull) for pull in self.pulls)
         waits = {worker for worker, _ in self.open}
         slowest = min((self.clocks[worker] for worker in self.present), default=0)
@@ -239,7 +239,7 @@ Waits = Generator[None, None, None]  # a worker: yields while it waits
 
 
 def worker(watched: Watched, me: int, pushes: int, dice: random.Random) -> Waits:
-    """Push so many times, now and then ahead of what it has read, and wait as the policy says; then leave."""
+    """Push several times, perhaps without a read, and wait as the policy asks; then leave."""
     base = number = 0
     for _ in range(pushes):
         for _ in range(dice.choice([1, 1, 1, 3])):
@@ -275,14 +275,14 @@ def test_p5_all_come_to_an_end(chosen: tuple[Policy, int], dice: random.Random, 
                 watched.leave(me)
             elif next(going[me], "ended") == "ended":
                 del going[me]
-        # A worker may yield once between two pushes; then nobody is left who waits for nothing.
+        # A worker may yield once between two pushes; then every worker that is left waits.
         before, idle = watched.far(), idle + 1 if watched.far() == before else 0
         assert idle < 3, f"{policy}: nobody goes on, held: {waiting(watched.machine)}"
     assert waiting(watched.machine) == ((), ())
 
 
 def training(watched: Watched, me: int, segments: list[list[int]], dice: random.Random) -> Waits:
-    """Push uneven numbers, wait for them, and meet the others at a barrier, so many times; then leave, or read on."""
+    """Push uneven numbers, wait for them, and meet the others at a barrier, several times; then leave, or only read."""
     number = 0
     for pushes in segments:
         for _ in range(pushes[me]):

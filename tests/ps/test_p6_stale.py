@@ -44,7 +44,7 @@ def test_p6_a_quorum_needs_as_many_as_are_left() -> None:
     machine.pull(Pull(0, 1))
     assert machine.leave(3) == []
     half = 0.5
-    # the leaver holds what the step waits for, and what it pushed counts
+    # the step waits for the worker that leaves, whose push counts
     assert machine.leave(1) == [Apply(1, (Part(0, 0, half), Part(1, 0, half))), Serve(0, 1, 1)]
     assert machine.push(Push(2, 0, 1)) == []
     assert machine.leave(2) == [Apply(2, (Part(2, 0, 1.0),))]

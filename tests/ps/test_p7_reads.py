@@ -1,4 +1,4 @@
-"""P7: what reads see while others push: snapshots are of one version, lock-free reads wait for nobody."""
+"""P7: reads during pushes: snapshots have one version, and lock-free reads do not wait."""
 
 from __future__ import annotations
 

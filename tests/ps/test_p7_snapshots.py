@@ -15,7 +15,7 @@ SHARDS = 4  # the first one leads
 
 
 class Shard:
-    """Applies and serves in the order that it is told, each step when the data of its parts has come."""
+    """Applies and serves in the order of the leader, each step after the arrival of its data."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -43,7 +43,7 @@ class Shard:
 
 
 class World:
-    """A leader's machine, shards, and messages on their way: in order from one sender to one shard, else in any."""
+    """A leader's machine, shards, and messages in flight: in order from one sender to one shard."""
 
     def __init__(self, policy: Policy, workers: int, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -111,7 +111,7 @@ def test_p7_no_read_of_300_mixes_versions(policy: Policy) -> None:
             for _ in range(dice.randrange(8)):
                 if way := world.on_its_way():
                     world.arrive(*dice.choice(way))
-            # a lock-free read takes what lies at each shard
+            # a lock-free read takes the current values of each shard
             mixed += len({shard.version for shard in world.shards}) > 1
         while way := world.on_its_way():
             world.arrive(*dice.choice(way))
@@ -131,7 +131,7 @@ def test_p7_no_read_of_300_mixes_versions(policy: Policy) -> None:
 
 
 def test_p7_a_read_shows_whole_steps() -> None:
-    """What a read sees is the sum of the steps up to its version, no more and no less."""
+    """A read is the sum of exactly the steps up to its version."""
     world = World(Asynchronous(), workers=4, seed=3)
     steps: list[Action] = []
     for number in range(200):
