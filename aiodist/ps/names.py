@@ -299,14 +299,6 @@ def listed(name: str, given: object) -> list[Any]:
     return list(given)
 
 
-def check_version(at_least: object) -> int:
-    if isinstance(at_least, bool) or not isinstance(at_least, int):
-        raise TypeError(f"at_least is {type(at_least).__name__}: expected a version, an int")
-    if not 0 <= at_least < 1 << 63:
-        raise ValueError(f"at_least={at_least}: expected a version, 0 to 2^63 - 1")
-    return at_least
-
-
 def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
     """Raise ValueError or TypeError unless the rule of `entry` has these settings and takes these values."""
     if entry.table is not None:

@@ -16,7 +16,7 @@ from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Operation, join
 from aiodist.ps.durability import Durability
 from aiodist.ps.embedding import BackwardPushes
-from aiodist.ps.names import NameEntry, Pushed, check_apart, check_version, named, outs_of, pushed_of
+from aiodist.ps.names import NameEntry, Pushed, check_apart, named, outs_of, pushed_of
 from aiodist.ps.requests import PullPart, UserCall
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import (
@@ -28,6 +28,7 @@ from aiodist.ps.settings import (
     RuleLike,
     Settings,
     Start,
+    check_int,
     one_of,
     roles_of,
     rules_of,
@@ -230,16 +231,26 @@ class ParameterServer(Durability):
         Cost: its bytes once over the network; 20 us for small values, a third of that each if many are issued before
         one `sync`.
         """
-        self._session.check()
+        session = self._session
+        session.check()
         pushed = self._pushed(self._names.resolve(what), values, rule, alpha)
-        if len(pushed) == 1 and pushed[0].value.nbytes <= self._session.context.coalescer.inline_bytes:
-            # What `_call` does, for what is pushed fifty thousand times a second.
-            handle = self._session.handle("push", pushed[0].value.nbytes, timeout)
-            self._session.client.pushes.push(UserCall(handle, 1, ()), *pushed[0], alpha)
+        nbytes = sum([value.nbytes for _, value, _ in pushed])
+        handle = session.handle("push", nbytes, timeout)
+        claims: list[Claim] = []
+        if nbytes > session.context.coalescer.inline_bytes:
+            claims = self._claims(pushed)
+            acquire(claims, handle)
+        operation, push = UserCall(handle, len(pushed), claims), session.client.pushes.push
+        if len(pushed) == 1:
+            push(operation, *pushed[0], alpha)
         else:
-            handle = self._call("push", timeout, (pushed, alpha))
-        if self._session.context.coalescer.congested:
-            self._session.progress.try_poll()
+            with session.client.queue.together():
+                for each in pushed:
+                    push(operation, *each, alpha)
+        if not pushed:
+            Operation.of(handle).resolve(None)
+        if session.context.coalescer.congested:
+            session.progress.try_poll()
         return handle
 
     def pull(
@@ -284,10 +295,10 @@ class ParameterServer(Durability):
         Cost: its bytes once over the network; none within a host, from an arena.
         """
         self._session.check()
-        entries, single = self._names.resolve(what)
-        outs, version = outs_of(entries, out, single), check_version(at_least)
+        found = self._names.resolve(what)
+        version = check_int("at_least", at_least, 0, (1 << 63) - 1)
         mode = READS[one_of("reads", self._read_mode if reads is None else reads, tuple(READS))]
-        return self._call("pull", timeout, ([], 1.0), (entries, outs, single), (mode, version))
+        return self._pull("pull", found, out, (mode, version), timeout)
 
     def push_pull(
         self,
@@ -305,11 +316,10 @@ class ParameterServer(Durability):
         that overlaps a pushed one.
         """
         self._session.check()
-        entries, single = found = self._names.resolve(what)
+        found = self._names.resolve(what)
         pushed = self._pushed(found, values, rule, alpha)
-        pulls = entries, outs_of(entries, out, single), single
         reads = Reads.SNAPSHOT if self._read_mode == "snapshot" else Reads.AFTER_OWN
-        return self._call("push_pull", timeout, (pushed, alpha), pulls, (reads, 0))
+        return self._pull("push_pull", found, out, (reads, 0), timeout, pushed, alpha)
 
     def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
         """Return a block in whose backward passes each gradient is pushed as soon as it is there.
@@ -412,7 +422,7 @@ class ParameterServer(Durability):
         self._session.check_worker("barrier()")
         return self._session.run("barrier", self._session.client.meeting, timeout)
 
-    # --- how it is done ----------------------------------------------------------------------------------------
+    # --- how a rank pushes and pulls ---------------------------------------------------------------------------
 
     def _pushed(
         self,
@@ -424,64 +434,62 @@ class ParameterServer(Durability):
         self._session.check_worker("push")
         return pushed_of(*what, values, None if rule is None else self._settings.rule(rule), alpha)
 
-    def _call(
+    def _claims(self, pushed: Sequence[Pushed], outs: Sequence[Tensor] = ()) -> list[Claim]:
+        """Return the claims of an operation, without those of small values, which are copied at the call."""
+        claims, small = writing(*(t for t in outs if t.nbytes)), self._session.context.coalescer.inline_bytes
+        written = {claim.start for claim in claims}
+        large = [value for _, value, _ in pushed if value.nbytes > small and value.data_ptr() not in written]
+        return claims + reading(*large)
+
+    def _pull(
         self,
         op: str,
+        what: tuple[list[NameEntry], bool],
+        out: Any,  # noqa: ANN401
+        how: tuple[Reads, int],
         timeout: float | None,
-        pushes: tuple[Sequence[Pushed], float],
-        pulls: tuple[Sequence[NameEntry], Sequence[Tensor | None], bool] = ((), (), True),
-        how: tuple[Reads, int] = (Reads.SNAPSHOT, 0),
+        pushed: Sequence[Pushed] = (),
+        alpha: float = 1.0,
     ) -> Handle[Any]:
-        """Push with that alpha, then pull into the outs, of one or of several; `how` is what a pull may see."""
-        (pushed, alpha), (entries, outs, single), client = pushes, pulls, self._session.client
-        into = [None if out is None else flat(out) for out in outs]
-        if pushed and outs:
-            check_apart(pushed, entries, into)
-        moved = [value for _, value, _ in pushed] or [t for t in into if t is not None]
-        nbytes = sum([t.nbytes for t in moved])
+        """Push with that alpha, then pull into `out`. `how` has the kind of the read and the lowest version."""
+        (entries, single), client, context = what, self._session.client, self._session.context
+        outs = outs_of(entries, out, single)
+        into = [None if t is None else flat(t) for t in outs]
+        check_apart(pushed, entries, into)
+        written = [t for t in into if t is not None]
+        nbytes = sum([t.nbytes for t in ([value for _, value, _ in pushed] or written)])
         handle = self._session.handle(op, nbytes, timeout, depth=4)
-        small = self._session.context.coalescer.inline_bytes
-        claims: list[Claim] = []
-        if outs or nbytes > small:  # small pushes are copied
-            claims = writing(*(t for t in into if t is not None and t.nbytes))
-            taken = {claim.start for claim in claims}
-            claims += [c for c in reading(*(v for _, v, _ in pushed)) if c.nbytes > small and c.start not in taken]
-            acquire(claims, handle)
-
-        def result() -> Any:  # noqa: ANN401
-            found = [_result(part, out) for part, out in zip(parts, outs, strict=True)]
-            return (found[0] if found else None) if single else found
-
-        context = self._session.context
+        claims = self._claims(pushed, written)
+        acquire(claims, handle)
         hosts = [None if t is None else context.host_for(t) for t in into]
         landings = [
             context.landing(host, t)
             for host, t in zip(hosts, into, strict=True)
             if t is not None and host is not None and host is not t
         ]
+
+        def result() -> Any:  # noqa: ANN401
+            found = [
+                t if part.value is None or part.entry.codec is None else part.entry.codec.decode(part.value)
+                for part, t in zip(parts, outs, strict=True)
+            ]
+            return found[0] if single else found
+
         operation = UserCall(handle, len(pushed) + len(entries), claims, result, landings)
         parts = [_part(operation, entry, t) for entry, t in zip(entries, hosts, strict=True)]
         with client.queue.together():
-            for entry, value, number in pushed:
-                client.pushes.push(operation, entry, value, number, alpha)
+            for each in pushed:
+                client.pushes.push(operation, *each, alpha)
             for part in parts:
                 client.pulls.pull(part, *how)
-        if not pushed and not parts:
+        if not parts:
             Operation.of(handle).resolve(result())
         return handle
 
 
 def _part(operation: UserCall, entry: NameEntry, into: Tensor | None) -> PullPart:
-    """Return the pull of one tensor into flat `into`; without it, of an object."""
+    """Return the pull of one tensor into flat `into`, or of an object."""
     if into is None:
         return PullPart(operation, entry, 0)
     blocks = {rank: into[start:stop] for rank, start, stop in entry.spans}
     return PullPart(operation, entry, into.nbytes, blocks.__getitem__)
-
-
-def _result(part: PullPart, out: Tensor | None) -> Any:  # noqa: ANN401
-    """Return what the user gets: the tensor as it was given, or a new object."""
-    if part.value is None:
-        return out
-    assert part.entry.codec is not None
-    return part.entry.codec.decode(part.value)

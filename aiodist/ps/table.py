@@ -11,11 +11,11 @@ from aiodist.backends.arithmetic import writable
 from aiodist.backends.base import dtype_name
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Progress
-from aiodist.ps.names import NameEntry, Names, check_version, checked_as
+from aiodist.ps.names import NameEntry, Names, checked_as
 from aiodist.ps.requests import PullPart, UserCall
 from aiodist.ps.rows import ID_BYTES, GroupedIds, TableSpec, grouped, packed_rows
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import READS, ReadMode, Synchronous, one_of
+from aiodist.ps.settings import READS, ReadMode, Synchronous, check_int, one_of
 from aiodist.ps.wire import TABLE
 from aiodist.streams.memory import flat
 from aiodist.streams.writes import check_writable
@@ -130,7 +130,7 @@ class Table:
     ) -> Handle[Tensor]:
         """Pull each row once, and return the handle of them: of what `spread` makes of them, if that is given."""
         mode = READS[one_of("reads", self._reads if reads is None else reads, tuple(READS))]
-        version = check_version(at_least)
+        version = check_int("at_least", at_least, 0, (1 << 63) - 1)
         nbytes = chosen.ids.numel() * self._spec.row_bytes
         handle = self._session.handle("pull_rows", nbytes, timeout, depth=4)
         acquire(claims, handle)
