@@ -1,6 +1,6 @@
-"""Collectives of the ranks of a host, in C (core/); what Python finds here, where that is not built, says so.
+"""Stands for the compiled core (core/) if that is not built, and says how to build it.
 
-The extension beside this file, `_core.abi3.so`, is what is imported: Python looks for extensions first.
+Otherwise Python imports the extension `_core.abi3.so` of the same folder, since it looks for extensions first.
 """
 
 from __future__ import annotations

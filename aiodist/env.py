@@ -1,7 +1,7 @@
-"""Settings from the environment; no other module of aiodist reads `os.environ`.
+"""Settings from the environment. No other module of aiodist reads `os.environ`.
 
-A process learns its place in the job from what started it: `aiodist run`, an MPI launcher, `torchrun` or
-Slurm; without any of them it is the only rank.
+A process learns its place in the job from its starter: `aiodist run`, an MPI launcher, `torchrun` or Slurm. Without a
+starter, the process is the only rank.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ def variables() -> dict[str, str]:
 
 
 def replace_variables(new: Mapping[str, str]) -> None:
-    """Set variables of this process, for the program that it is about to become."""
+    """Set variables of this process, for a program that will replace it."""
     os.environ.update(new)
 
 
 def wants_full_tracebacks() -> bool:
-    """Whether tracebacks are to show the frames of aiodist and asyncio too: AIODIST_TRACEBACK=full."""
+    """Return True if tracebacks show the frames of aiodist and asyncio too: AIODIST_TRACEBACK=full."""
     return os.environ.get("AIODIST_TRACEBACK", "").lower() == "full"
 
 
 def is_launched() -> bool:
-    """Whether `aiodist run` has started this process."""
+    """Return True if `aiodist run` has started this process."""
     return "AIODIST_TOKEN" in os.environ
 
 
 def servers(size: int, environ: Mapping[str, str] | None = None) -> int | None:
-    """Return how many of the job's `size` ranks, the last ones, only serve parameters; None where none is set apart.
+    """Return the number of the job's last ranks that only serve parameters, or None without such ranks.
 
-    AIODIST_SERVERS says it, which `aiodist run --servers` sets; under other starters it is set by hand, the same on
-    all ranks. Raises `ConfigError` for what is no such number, or would leave no worker.
+    The number is AIODIST_SERVERS, which `aiodist run --servers` sets. With other starters, set it equally on all ranks.
+    Raises `ConfigError` if the value is not a number of ranks that leaves a worker.
     """
     environ = variables() if environ is None else environ
     if not environ.get("AIODIST_SERVERS"):
@@ -50,7 +50,7 @@ def servers(size: int, environ: Mapping[str, str] | None = None) -> int | None:
 
 
 class Starter(StrEnum):
-    """Who started this process, which decides where its rank is written."""
+    """The starter of this process, which decides the variables of its rank."""
 
     ALONE = "alone"
     AIODIST = "aiodist run"
@@ -61,12 +61,12 @@ class Starter(StrEnum):
 
 _PLACES = (
     (Starter.MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    (Starter.MPI, "PMI_RANK", "PMI_SIZE"),  # MPICH; under Slurm with PMIx SLURM_* are set too
+    (Starter.MPI, "PMI_RANK", "PMI_SIZE"),  # MPICH; Slurm with PMIx sets SLURM_* too
     (Starter.AIODIST, "AIODIST_RANK", "AIODIST_SIZE"),
     (Starter.TORCHRUN, "RANK", "WORLD_SIZE"),
     (Starter.SLURM, "SLURM_PROCID", "SLURM_NTASKS"),
 )
-"""The variables in which each starter writes a rank and the number of ranks; the first that are there count."""
+"""Variables for the rank and the number of ranks, of each starter. The first ones that are set count."""
 
 
 @dataclass(frozen=True)
@@ -96,44 +96,44 @@ class Generation:
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place in its job, and the settings that variables may carry."""
+    """This process's place in its job, and settings from variables."""
 
     starter: Starter
     rank: int
     size: int
     mpi: bool
-    """An MPI launcher started this process: MPI can be initialised over all ranks."""
+    """True if an MPI launcher started this process, so that MPI can be initialised over all ranks."""
     rendezvous: str | None
-    """Where the ranks meet: `tcp://host:port`, `file:///path` or `env://`; None: alone, or over MPI."""
+    """Place where the ranks meet: `tcp://host:port`, `file:///path` or `env://`, or None if alone or over MPI."""
     token: str
-    """The job's secret: who does not know it is not let in."""
+    """Secret of the job, which each process must know to join."""
     backend: str | None
     shared_memory: bool
-    """Ranks of a host may share memory (not with AIODIST_SHM=0)."""
+    """True if ranks of a host may share memory (False with AIODIST_SHM=0)."""
     pin: bool | None
-    """Ranks that share a host are to have cores of their own; None: where each gets more than one."""
+    """True if ranks of a host are bound to separate cores. None binds them if each gets more than one core."""
     visible_devices: tuple[str, ...] | None
-    """The CUDA devices that this process may see, as CUDA_VISIBLE_DEVICES names them; None: all of the host's."""
+    """CUDA devices that this process may see, by CUDA_VISIBLE_DEVICES, or None for all of the host."""
     many_ranks_a_device: bool
-    """NCCL is told that several ranks may share a device (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
+    """True if several NCCL ranks may share a device (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
     job: int
-    """The process that this job is known by: that of `aiodist run`, else this one."""
+    """Number of the process that names this job: `aiodist run`, or this process without it."""
     selector: str | None
-    """A file with the selector's table, or "none": not even a measured one."""
+    """File with the selector's table, or "none" to ignore a measured table too."""
     elastic: tuple[int, int] | None
     """Fewest and most ranks of the job, or None if the job is not elastic."""
     generation: Generation
     """Generation that this process is started for, 0 without an elastic job."""
     trace: str | None
-    """A folder: what the ranks do is recorded there."""
+    """Folder for a trace, or None."""
     stragglers: bool
-    """At the end rank 0 says for which rank the others waited (AIODIST_STRAGGLERS=1)."""
+    """True if rank 0 reports at the end for which rank the others waited (AIODIST_STRAGGLERS=1)."""
     variables: Mapping[str, str] = field(repr=False)
-    """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
+    """All variables, for the rendezvous, which reads those of torchrun and Slurm."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
-        """Return what `environ` (None: this process's) says; raise `ConfigError` for what makes no sense."""
+        """Return the settings of `environ`, or of this process for None. Raise `ConfigError` for invalid values."""
         environ = variables() if environ is None else environ
         starter, names = _starter(environ)
         rank, size = _place(environ, *names) if names else (0, 1)
@@ -165,8 +165,8 @@ def _starter(environ: Mapping[str, str]) -> tuple[Starter, tuple[str, ...]]:
     for starter, *names in _PLACES:
         if starter is Starter.MPI and names[0] in environ:
             return (Starter.AIODIST if "AIODIST_RENDEZVOUS" in environ else starter), tuple(names)
-        # `salloc` sets SLURM_NTASKS without a rank, a shell may export RANK alone: both must be there. Ours have no
-        # other meaning: one without the other is a mistake.
+        # Both variables must be set, since `salloc` sets SLURM_NTASKS only, and a shell may export RANK only. Those of
+        # aiodist have no other meaning, so one of them alone is a mistake.
         there = [name in environ for name in names]
         if starter is not Starter.MPI and (any(there) if starter is Starter.AIODIST else all(there)):
             return starter, tuple(names)
@@ -203,7 +203,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except KeyError:
-        raise ConfigError(f"{name} is not set, though the variables beside it are") from None
+        raise ConfigError(f"{name} is not set, though related variables are") from None
     except ValueError:
         raise ConfigError(f"{name}={environ[name]!r}: expected a whole number") from None
 

@@ -1,4 +1,4 @@
-"""Topology: ranks that share a host, the CUDA devices of each rank, and which devices reach one another."""
+"""Topology: the host and the CUDA device of each rank, and the devices that reach one another."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ class Device:
     """The CUDA device of a rank."""
 
     index: int
-    """Its number in that process."""
+    """Number in the rank's process."""
     physical: str
-    """Which of the host's it is: equal for ranks that share it."""
+    """Identity on the host, equal for ranks that share the device."""
     means: Means
     peers: frozenset[str] = frozenset()
-    """The others of the host whose memory it can read and write, of those that its rank sees."""
+    """Other devices of the host that the rank sees and whose memory this device can read and write."""
 
     def reaches(self, other: Device) -> bool:
-        """Return True for itself, and for what can read and write its memory on the same host."""
+        """Return True if one device can read and write the memory of the other, on the same host, or is the other."""
         return other.physical == self.physical or other.physical in self.peers or self.physical in other.peers
 
 
 class Means(NamedTuple):
-    """What a rank says of what it has for its device."""
+    """The libraries that a rank has for its device."""
 
     nccl: tuple[int, ...] = ()
-    """The version of NCCL."""
+    """Version of NCCL."""
     no_nccl: str = ""
-    """Why it cannot be had, empty where it can."""
+    """Reason why the rank has no NCCL, or an empty text."""
     nccl_shares: bool = False
-    """NCCL was told that ranks may share a device."""
+    """True if the environment lets NCCL's ranks share a device."""
     no_ipc: str = ""
-    """Why memory of the device cannot be lent to other processes, empty where it can."""
+    """Reason why other processes cannot map memory of the device, or an empty text."""
 
 
 def bound(local_rank: int, physical: Sequence[str], means: Means, peers: Sequence[Sequence[int]]) -> Device | None:
-    """Return the device of the rank that is number `local_rank` on a host that shows it those; None where none are.
+    """Return the device of a rank that sees devices `physical` and is number `local_rank` on its host.
 
-    `peers` are, for each of them, the numbers of those that it reaches.
+    `peers` has the numbers of the devices that each device reaches. Return None without devices.
 
     >>> device = bound(3, ["GPU-a", "GPU-b"], Means(), [[1], [0]])
     >>> device.physical, set(device.peers)
@@ -53,7 +53,7 @@ def bound(local_rank: int, physical: Sequence[str], means: Means, peers: Sequenc
 
 
 def named(names: Sequence[str], hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return the name of each rank's host, that of its first rank, with a number where an earlier host has the same.
+    """Return the name of each rank's host: that of its first rank, with a number if an earlier host has the same name.
 
     >>> named(["a", "a", "b", "a"], hosts=[0, 1, 2, 0])
     ('a', 'a#2', 'b', 'a')
@@ -75,7 +75,7 @@ class Topology:
     host_of: tuple[str, ...]
     rank: int
     devices: tuple[Device | None, ...] = ()
-    """The CUDA device of each rank; empty where no rank has one."""
+    """CUDA device of each rank, or empty if no rank has a device."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -89,20 +89,20 @@ class Topology:
 
     @property
     def local_rank(self) -> int:
-        """Return this rank's place among those of its host."""
+        """Return this rank's number among the ranks of its host, from 0."""
         return self.ranks_on(self.host_of[self.rank]).index(self.rank)
 
     @property
     def local_size(self) -> int:
-        """Return how many ranks share this rank's host."""
+        """Return the number of ranks on this rank's host."""
         return len(self.ranks_on(self.host_of[self.rank]))
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
-        """Return the ranks that live on `host`."""
+        """Return the ranks on `host`."""
         return tuple(rank for rank, name in enumerate(self.host_of) if name == host)
 
     def among(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of `ranks`, of which this rank is one."""
+        """Return the topology of `ranks`, which include this rank."""
         devices = tuple(self.devices[rank] for rank in ranks) if self.devices else ()
         return Topology(tuple(self.host_of[rank] for rank in ranks), list(ranks).index(self.rank), devices)
 
@@ -113,9 +113,9 @@ class Topology:
 
     @property
     def peer_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks in groups whose CUDA devices all reach one another, as far as is known.
+        """Return the ranks in groups. The CUDA devices of a group reach one another, as far as is known.
 
-        Ranks come into the first group that they fit into, in their order; those without a device stay alone.
+        Each rank in turn joins the first group that fits. A rank without a device has its own group.
         """
         if not self.devices:
             return tuple((rank,) for rank in range(len(self.host_of)))
@@ -130,7 +130,7 @@ class Topology:
 
     @property
     def peer_group(self) -> tuple[int, ...]:
-        """Return that of this rank: `hierarchy(str(topology.peer_group[0]))` has a communicator for each."""
+        """Return the group of this rank. `hierarchy(str(topology.peer_group[0]))` has a communicator per group."""
         return next(group for group in self.peer_groups if self.rank in group)
 
     def _reach(self, rank: int, other: int) -> bool:

@@ -18,13 +18,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ANY: Final = -1
-"""Any source, any tag: for receives only."""
+"""Any source or any tag, for receives only."""
 
 OPERATIONS: Final = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
-"""The kinds of collectives that have more than one implementation; all others are made of these, or of messages."""
+"""Collectives with more than one implementation. All others are made of these or of messages."""
 
 REDUCTIONS: Final = ("allreduce", "reduce", "reduce_scatter", "scan")
-"""Those of them that combine elements."""
+"""The operations that combine elements."""
 
 
 class ReduceOp(StrEnum):
@@ -87,31 +87,31 @@ Impl: TypeAlias = Literal[
     "cuda_ipc",
     "staged",
 ]
-"""What `impl=` takes: "auto", which lets the selector choose, or the name of an implementation."""
+"""Values of `impl=`: the name of an implementation, or "auto" for the selector's choice."""
 
 
 def check_timeout(timeout: object, *, least: float = 0.0) -> float | None:
-    """Return `timeout` where it is seconds, not below `least`, or None; raise TypeError or ValueError."""
+    """Return `timeout` if it is None, or seconds of at least `least`. Raise TypeError or ValueError otherwise."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout is {type(timeout).__name__}: expected seconds, or None")
     seconds = float(timeout)
-    if not seconds >= least:  # nor is a NaN
+    if not seconds >= least:  # also for a NaN
         raise ValueError(f"timeout={timeout}: expected seconds, at least 0, or None")
     return seconds
 
 
 def check_period(name: str, seconds: object) -> None:
-    """Raise ValueError unless `seconds`, of the argument `name`, are a number above 0, or None."""
+    """Raise ValueError unless the argument `name` is None or a number of seconds above 0."""
     if seconds is not None and not (isinstance(seconds, Real) and float(seconds) > 0):
         raise ValueError(f"{name}={seconds!r}: expected seconds, more than 0, or None")
 
 
 def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> None:  # noqa: ANN401
-    """Raise ValueError unless some of the parameters of `optimizer` are among those that are `whose`.
+    """Raise ValueError if no parameter of `optimizer` is in `parameters`, which belong to `whose`.
 
-    One whose step is not torch's may have copies of them, so nothing is said of that.
+    An optimizer whose step is not torch's may have copies of the parameters, and is not checked.
     """
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in given for p in parameters) and type(optimizer).step.__module__.startswith("torch."):
@@ -122,9 +122,9 @@ def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> No
 
 
 def first_unknown(optimizer: Any, known: Container[int], *, used: bool = False) -> str | None:  # noqa: ANN401
-    """Return name, shape and place of the first parameter that `optimizer` trains and whose id is not `known`, or None.
+    """Return name, shape and place of the first parameter of `optimizer` whose id is not in `known`, or None.
 
-    With `used` only parameters that have a gradient count.
+    True for `used` counts only parameters with a gradient.
     """
     for number, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
@@ -137,13 +137,13 @@ def first_unknown(optimizer: Any, known: Container[int], *, used: bool = False) 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader, an optimizer, a scheduler: what gives and takes its state."""
+    """An object with a state, such as a loader, an optimizer or a scheduler."""
 
     def state_dict(self) -> Any:  # noqa: ANN401
-        """Return all of its state."""
+        """Return the whole state."""
 
     def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
-        """Take that state."""
+        """Set the whole state."""
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -151,11 +151,11 @@ _DEEPEST = 8
 
 
 def settings_text(value: object, depth: int = 0) -> str:
-    """Return the type of `value` and its settings as text, the same on ranks that have made it alike.
+    """Return the type and the settings of `value` as text, equal on ranks that have made equal values.
 
-    That is the `repr` unless an address is in it, as in that of a class without a `__repr__`: then its class with its
-    public attributes, the fields of a dataclass, the items of a list, tuple or dict, or the name of a function. The
-    items of a set are sorted; of a tensor that is a hash of its elements, of a device its type.
+    The text is the `repr`, unless that has an address, as of a class without a `__repr__`. The text is then the class
+    with its public attributes, the fields of a dataclass, the items of a list, tuple or dict, or the name of a
+    function. The items of a set are sorted. A tensor has a hash of its elements, a device its type.
     """
     torch: Any = sys.modules.get("torch")  # the launcher uses other names of this module and loads no torch
     if torch is None:
@@ -169,7 +169,7 @@ def settings_text(value: object, depth: int = 0) -> str:
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__}({', '.join(sorted(settings_text(each, depth + 1) for each in value))})"
     text = repr(value)
-    kinds = (set, frozenset, torch.Tensor, torch.device)  # whose repr depends on the process, or is no whole one
+    kinds = (set, frozenset, torch.Tensor, torch.device)  # their repr depends on the process or is shortened
     apart = is_dataclass(value) and any(isinstance(each, kinds) for _, each in _settings(value))
     if not apart and not _ADDRESS.search(text):
         return text
@@ -187,12 +187,12 @@ def _taken_apart(value: object, depth: int) -> str:
         return f"{{{', '.join(f'{key}: {each}' for key, each in pairs)}}}"
     if isroutine(value) or isinstance(value, type):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-    told = ", ".join(f"{key}={settings_text(each, depth + 1)}" for key, each in _settings(value))
-    return f"{type(value).__qualname__}({told})"
+    settings = ", ".join(f"{key}={settings_text(each, depth + 1)}" for key, each in _settings(value))
+    return f"{type(value).__qualname__}({settings})"
 
 
 def _settings(value: object) -> list[tuple[str, object]]:
-    """Return the names and values by which an object was made, as far as its attributes show it."""
+    """Return the names and values of the settings of an object, as its attributes show them."""
     if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
     given = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
@@ -203,9 +203,9 @@ def _settings(value: object) -> list[tuple[str, object]]:
 
 
 class Elsewhere:
-    """An attribute that a class lacks, under the name that an older version or another library gives it.
+    """A name of an older version or another library for an attribute of a class.
 
-    Reading it raises AttributeError, which says what to use. It costs the class nothing, unlike a `__getattr__`.
+    A read raises AttributeError, which names the attribute. Unlike a `__getattr__`, this costs the class nothing.
     """
 
     def __init__(self, name: str, use: str) -> None:
@@ -219,7 +219,7 @@ class Elsewhere:
 
 
 def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function whose keywords `names` are called otherwise now: TypeError says how."""
+    """Decorate a function whose keywords `names` have new names, which a TypeError gives."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

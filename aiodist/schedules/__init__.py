@@ -1,4 +1,4 @@
-"""Pure plans of collectives: what each rank sends, receives and combines, in which order; no torch and no I/O."""
+"""Pure plans of collectives, without torch and I/O: each rank's sends, receives and combinations in order."""
 
 from collections.abc import Mapping
 
@@ -46,4 +46,4 @@ SCHEDULES: Mapping[str, Mapping[str, Algorithm]] = {
         "direct": Algorithm(direct.alltoall),
     },
 }
-"""operation -> name -> algorithm; an operation has only the names that make sense for it."""
+"""Algorithms by operation and name."""

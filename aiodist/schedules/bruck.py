@@ -14,12 +14,12 @@ from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one
 
 @one_lane(lambda rank, size, blocks: 2 * blocks.total if rank else blocks.total)
 def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    """Send all I have to the rank 1, 2, 4 and so on below me; all elements but some block, log2(size) messages.
+    """Send all my blocks to the rank 1, 2, 4 and so on below me: log2(size) messages, all elements except some block.
 
-    Blocks may differ. They lie in scratch, mine first, and are put in their places at the end.
+    Blocks may differ. Scratch has them in order from mine on. The last step copies them to their places.
     """
     n = blocks.total
-    at = n if rank else 0  # rank 0's lie in their places as they come
+    at = n if rank else 0  # rank 0 receives the blocks at their places
     if rank:
         yield step(Copy(blocks.start(rank), blocks.stop(rank), at))
     for have in (1 << i for i in range(rounds(size))):
@@ -38,7 +38,7 @@ def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
 
 
 def length(blocks: Blocks, rank: int, count: int) -> int:
-    """Return the elements of `count` blocks from that of `rank` on, around."""
+    """Return the number of elements of `count` blocks from that of `rank` on, cyclically."""
     end = rank + count
     if end <= blocks.parts:
         return blocks.start(end) - blocks.start(rank)
@@ -46,7 +46,7 @@ def length(blocks: Blocks, rank: int, count: int) -> int:
 
 
 def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
-    """Pass on half of the blocks to the rank 1, 2, 4 and so on above me, until each has arrived; equal blocks.
+    """Send half of the equal blocks to the rank 1, 2, 4 and so on above me, until each has arrived.
 
     log2(size) messages of size / 2 blocks; scratch: size blocks.
     """
@@ -57,9 +57,9 @@ def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
 
 def _alltoall(rank: int, size: int, count: int) -> Iterator[Step]:
     n = size * count
-    out, scratch = n, 2 * n  # what I receive: room to pack blocks in, until the end
+    out, scratch = n, 2 * n  # until the end, the output has room for packed blocks
     pack, unpack = out, out + size // 2 * count
-    # In scratch, block i is on its way to the rank i above where it started.
+    # In scratch, block i goes to the rank i above its source.
     first = rank * count
     yield step(Copy(first, n, scratch), Copy(0, first, scratch + n - first))
     for distance in (1 << i for i in range(rounds(size))):

@@ -1,6 +1,6 @@
-"""All ranks with all, or all to one: fewest steps, most messages; for few ranks and as a reference.
+"""Each rank with each other, or all with one: fewest steps, most messages. For few ranks, and as a reference.
 
-Reductions combine in rank order, as a loop over the ranks would.
+Reductions combine in rank order, as a loop over the ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import partial
 from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one_lane, step
 
 _AT_ONCE = 16
-"""Receives that root of a reduction has open: each takes n elements of memory."""
+"""Most receives of root at a time, of n elements of memory each."""
 
 
 def broadcast(rank: int, size: int, n: int, root: int) -> Schedule:
-    """Root sends to each: size - 1 messages of n elements, all from root."""
+    """Send from root to each rank: size - 1 messages of n elements, all from root."""
     return Schedule(n, (partial(_broadcast, rank, size, n, root),))
 
 
@@ -27,7 +27,7 @@ def _broadcast(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
 
 
 def reduce(rank: int, size: int, n: int, root: int) -> Schedule:
-    """Each sends to root, which combines in rank order: one message of n elements; scratch: n on root, if not 0."""
+    """Send to root, which combines in rank order: one message of n elements; scratch: n on a root other than 0."""
     return Schedule(2 * n if rank == root != 0 else n, (partial(_reduce, rank, size, n, root),))
 
 
@@ -47,14 +47,14 @@ def _reduce(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
 
 @one_lane(lambda rank, size, n: n)
 def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
-    """Reduce to rank 0, broadcast from there: size - 1 messages of n elements from rank 0, one from the others."""
+    """Reduce to rank 0, then broadcast: size - 1 messages of n elements from rank 0, one from each other rank."""
     yield from _reduce(rank, size, n, 0)
     yield from _broadcast(rank, size, n, 0)
 
 
 @one_lane(lambda rank, size, blocks: blocks.total)
 def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    """Each sends its block to each: size - 1 messages."""
+    """Send my block to each rank: size - 1 messages."""
     others = _others(rank, size)
     yield step(
         *(Recv(peer, blocks.start(peer), blocks.stop(peer)) for peer in others),
@@ -64,7 +64,7 @@ def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
 
 @one_lane(lambda rank, size, blocks: blocks.total + blocks.count(rank))
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    """Each sends block r to rank r, which combines in rank order: size - 1 messages, all elements but my block."""
+    """Send block r to rank r, which combines in rank order: size - 1 messages, all elements except my block."""
     out, stop = blocks.total, blocks.total + blocks.count(rank)
     sends = [Send(peer, blocks.start(peer), blocks.stop(peer)) for peer in _others(rank, size)]
     receives: list[Recv | Copy] = [Recv(peer, out, stop, combine=peer > 0) for peer in range(size) if peer != rank]
@@ -74,7 +74,7 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
 
 @one_lane(lambda rank, size, sends, receives: sends.total + receives.total)
 def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator[Step]:
-    """Each sends block r to rank r: size - 1 messages, all elements but my own block; blocks may differ."""
+    """Send block r to rank r: size - 1 messages, all elements except my block; blocks may differ."""
     out = sends.total
     others = _others(rank, size)
     yield step(
@@ -85,5 +85,5 @@ def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator[
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """Return all ranks but mine, from the next one on, so that not all begin with the same."""
+    """Return all ranks except mine, from the next one on, so that the ranks begin with different ones."""
     return [(rank + i) % size for i in range(1, size)]

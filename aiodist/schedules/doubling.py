@@ -1,7 +1,7 @@
 """Exchanges with partners at distances 1, 2, 4 and so on: log2(size) steps, for any number of ranks.
 
-Where `size` is no power of two, the largest one below it takes part, and each of the other ranks hands its elements
-to a neighbour that does: one message before, one after.
+The largest power of two of the ranks takes part. Each of the other ranks sends its elements to a neighbour before, and
+receives the result after.
 
 Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005,
 DOI 10.1177/1094342005051521. Rabenseifner: Optimization of collective reduction operations, 2004,
@@ -19,14 +19,14 @@ from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A power of two of ranks, by index; the first `extra` of them also act for the rank below them."""
+    """A power of two of ranks, by index. The first `extra` ones also act for the rank below them."""
 
     count: int
     extra: int
 
     @classmethod
     def of(cls, size: int) -> Core:
-        """Return that of `size` ranks."""
+        """Return the core of `size` ranks."""
         count = 1 << (size.bit_length() - 1)
         return cls(count, size - count)
 
@@ -46,28 +46,28 @@ class Core:
         return rank < 2 * self.extra and rank % 2 == 0
 
     def halves(self) -> list[int]:
-        """Return 1, 2, 4 and so on: how many ranks have the same as I before each exchange."""
+        """Return 1, 2, 4 and so on: the number of ranks with equal elements before each exchange."""
         return [1 << i for i in range(self.count.bit_length() - 1)]
 
     def first(self, index: int) -> int:
-        """Return the first of the ranks for which the one at `index` acts; they lie side by side."""
+        """Return the first of the one or two adjacent ranks for which the rank at `index` acts."""
         return min(2 * index, index + self.extra)
 
 
-# --- recursive doubling: the whole buffer in each step, for short ones --------------------------------------------
+# --- recursive doubling: the whole buffer in each step, for short buffers -----------------------------------------
 
 
 @one_lane(lambda rank, size, n: 2 * n if size > 1 else n)
 def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Exchange all `n` elements with a partner in each of log2(size) steps; scratch: n.
 
-    Both partners combine the lower one's partial result with the higher one's, in that order: equal to the bit.
+    Both partners combine the lower partner's partial result with the higher one's, so their results are equal.
     """
-    return _beside(Core.of(size), rank, n, _doubled)
+    return _in_core(Core.of(size), rank, n, _doubled)
 
 
-def _beside(core: Core, rank: int, n: int, steps: Callable[[Core, int, int], Iterator[Step]]) -> Iterator[Step]:
-    """Run `steps` on the ranks of the core; those beside it hand their elements over before, and get all of them."""
+def _in_core(core: Core, rank: int, n: int, steps: Callable[[Core, int, int], Iterator[Step]]) -> Iterator[Step]:
+    """Run `steps` on the ranks of the core. The other ranks send their elements before, and receive all after."""
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
         yield step(Recv(rank + 1, 0, n))
@@ -95,23 +95,23 @@ def _doubled(core: Core, rank: int, n: int) -> Iterator[Step]:
 
 @one_lane(lambda rank, size, n: n)
 def scan(rank: int, size: int, n: int) -> Iterator[Step]:
-    """Send what I have to the rank 1, 2, 4 and so on above me, and combine what comes from below."""
+    """Send my partial result to the rank 1, 2, 4 and so on above me, and combine the one from below."""
     for distance in (1 << i for i in range(rounds(size))):
         sends = [Send(rank + distance, 0, n)] if rank + distance < size else []
         receives = [Recv(rank - distance, 0, n, combine=True)] if rank >= distance else []
         yield step(*sends, *receives)
 
 
-# --- recursive halving: half of what was sent before in each step, for long ones ----------------------------------
+# --- recursive halving: in each step half the elements of the step before, for long buffers -----------------------
 
 
 @one_lane(lambda rank, size, n: n)
 def halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Reduce-scatter by halving, then allgather by doubling (Rabenseifner): 2 log2(size) messages.
 
-    2 n (size - 1) / size elements where `size` is a power of two; n more for a rank that acts for another.
+    2 n (size - 1) / size elements for a `size` that is a power of two; n more for a rank that acts for another.
     """
-    return _beside(Core.of(size), rank, n, _halved)
+    return _in_core(Core.of(size), rank, n, _halved)
 
 
 def _halved(core: Core, rank: int, n: int) -> Iterator[Step]:
@@ -123,10 +123,10 @@ def _halved(core: Core, rank: int, n: int) -> Iterator[Step]:
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
-    """Exchange halves of what is left with a partner, log2(size) times, until it is my block.
+    """Exchange halves of the remaining elements with a partner, log2(size) times, until my block remains.
 
-    All elements but my block; a rank outside the power of two sends all, one that acts for it its neighbour's block
-    besides. Scratch: half of the elements; all, for one that acts for another.
+    Sends all elements except my block. A rank outside the power of two sends all elements, and its neighbour, which
+    acts for it, also its block. Scratch: half of the elements, or all for a rank that acts for another.
     """
     core = Core.of(size)
     scratch = 0
@@ -148,13 +148,13 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
         yield step(Send(rank + 1, 0, n))
         yield step(Recv(rank + 1, n, n + count))
     elif core.acts(rank):
-        at = n + count  # element 0 of my partial results: all of them are in scratch
+        at = n + count  # element 0 of my partial results, which are all in scratch
         yield step(Recv(rank - 1, at, at + n), Copy(0, n, at, combine=True))
         for _, peer, mine, theirs in _halves(core, rank, partial(bound, blocks, core)):
             yield step(Send(peer, at + theirs[0], at + theirs[1]), Recv(peer, at + mine[0], at + mine[1], combine=True))
         yield step(Send(rank - 1, at + blocks.start(rank - 1), at + own), Copy(at + own, at + own + count, n))
     else:
-        at = 0  # of the tensor at first, which is not written to; then of what is left, in scratch
+        at = 0  # element 0 of the tensor, which is not written, then of the remaining elements in scratch
         for half, peer, mine, theirs in _halves(core, rank, partial(bound, blocks, core)):
             length = mine[1] - mine[0]
             send = Send(peer, at + theirs[0], at + theirs[1])
@@ -170,9 +170,10 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
 
 @one_lane(lambda rank, size, blocks: blocks.total)
 def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    """Exchange all I have with a partner, log2(size) times, and have twice as much after each.
+    """Exchange all my blocks with a partner, log2(size) times, which doubles them each time.
 
-    All elements but some block where `size` is a power of two; all of them besides for a rank that acts for another.
+    Sends all elements except some block for a `size` that is a power of two. A rank that acts for another also sends
+    all elements to it.
     """
     core = Core.of(size)
     if core.stands_by(rank):
@@ -188,7 +189,7 @@ def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
 
 
 def bound(blocks: Blocks, core: Core, index: int) -> int:
-    """Return the first element of those for which the rank at `index` acts."""
+    """Return the first element of the rank or ranks for which the rank at `index` acts."""
     return blocks.start(core.first(index))
 
 
@@ -196,10 +197,9 @@ _Span = tuple[int, int]
 
 
 def _halves(core: Core, rank: int, bound: Callable[[int], int]) -> Iterator[tuple[int, int, _Span, _Span]]:
-    """Return for each exchange, that of the largest halves first, how many ranks a half has, and my partner.
+    """Yield for each exchange, largest halves first: ranks in a half, my partner, and the elements of both halves.
 
-    Then the elements of the ranks around mine that stay together, and of the other half beside them; those of the rank
-    at index i begin at `bound(i)`.
+    The first half is mine. The elements of the rank at index i begin at `bound(i)`.
     """
     index = core.index(rank)
     for half in reversed(core.halves()):

@@ -1,7 +1,7 @@
-"""One rank's part in a collective, as data: no tensor, no transport, no clock.
+"""One rank's part in a collective, as data, without tensor, transport and clock.
 
-A `Schedule` is made for one rank. Its *working buffer* is a range of elements; which tensors it is made of depends
-on the operation (n elements; `blocks` and `sends`, `receives` cut a buffer in one part for each rank):
+A `Schedule` is for one rank. Its *working buffer* is a range of elements of these tensors (n elements; `blocks` and
+`sends`, `receives` cut a buffer in one part for each rank):
 
 | operation                        | [0, n)                  | then               | then               |
 |----------------------------------|-------------------------|--------------------|--------------------|
@@ -11,9 +11,9 @@ on the operation (n elements; `blocks` and `sends`, `receives` cut a buffer in o
 | allgather                        | the result, in which my | scratch up to room |                    |
 |                                  | block is there already  |                    |                    |
 | reduce_scatter                   | the tensor, only read   | my block, reduced  | scratch up to room |
-| alltoall                         | what I send, only read  | what I receive     | scratch up to room |
+| alltoall                         | the input, only read    | the output         | scratch up to room |
 
-No transfer and no copy reaches over a border between two of these. What scratch holds at the start is undefined.
+No transfer and no copy crosses a border between two of these. The initial content of scratch is undefined.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import NamedTuple, ParamSpec
 
 P = ParamSpec("P")
 MAX_LANES = 32
-"""The most lanes of a schedule: each has tags of its own, and libraries have few."""
+"""Most lanes of a schedule. Each has its own tags, and libraries have few."""
 
 
 class Send(NamedTuple):
-    """Send elements [start, stop) of the working buffer to rank `peer`; never none."""
+    """Send elements [start, stop) of the working buffer, at least one, to rank `peer`."""
 
     peer: int
     start: int
@@ -38,7 +38,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive elements [start, stop) from rank `peer`: over what is there, or combined into it."""
+    """Receive elements [start, stop) from rank `peer`, and overwrite the buffer or combine into it."""
 
     peer: int
     start: int
@@ -47,7 +47,7 @@ class Recv(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy elements [start, stop) to where `to` is the first, or combine them into what is there; no transfer."""
+    """Copy elements [start, stop) to those from `to` on, or combine them there, without a transfer."""
 
     start: int
     stop: int
@@ -56,20 +56,20 @@ class Copy(NamedTuple):
 
 
 Step = tuple[Send | Recv | Copy, ...]
-"""Its transfers, if any, start at once; when all are over, what combines and what copies happens, in this order.
+"""A step of a lane. Its transfers start together. When all are finished, combinations and copies run in their order.
 
-So a step may send what it combines into: the elements go out as they were. What a plain receive fills is neither
-sent nor received by another transfer of the step. Between two ranks, messages of a lane arrive in the order sent.
+So a step may combine into elements that it sends: it sends the old values. No other transfer of the step sends or
+receives the elements of a plain receive. Between two ranks, messages of a lane arrive in the order sent.
 """
 
 Lane = Callable[[], Iterator[Step]]
-"""Makes the steps of a lane, one after another, so that a schedule for many ranks costs nothing until it runs."""
+"""Makes the steps of a lane one at a time, so a schedule for many ranks costs nothing before it runs."""
 
 
 class Schedule(NamedTuple):
-    """All that one rank does: lanes that run independently of one another, at most `MAX_LANES`.
+    """The whole part of one rank: at most `MAX_LANES` lanes, which run independently.
 
-    Lane number i talks to lane number i of the others. Lanes share no element that any of them writes to.
+    Lane i exchanges messages with lane i of the other ranks. Lanes share no element that one of them writes.
     """
 
     room: int
@@ -82,23 +82,23 @@ class Algorithm:
     """A way to run an operation on any number of ranks.
 
     `plan(rank, size, n)` for allreduce and scan, `plan(rank, size, n, root)` for broadcast and reduce,
-    `plan(rank, size, blocks)` for allgather and reduce_scatter, `plan(rank, size, sends, receives)` for alltoall;
-    with `chunks=` too where `chunked`, the number of parts that are on their way at once or one behind the other.
+    `plan(rank, size, blocks)` for allgather and reduce_scatter, `plan(rank, size, sends, receives)` for alltoall. A
+    `chunked` plan also takes `chunks=`, the number of parts that are in flight together or in a row.
     """
 
     plan: Callable[..., Schedule]
     most_chunks: int = 1
     equal: bool = False
-    """Only for blocks of equal length (alltoall)."""
+    """True if the blocks must have equal lengths (alltoall)."""
 
     @property
     def chunked(self) -> bool:
-        """Whether it takes `chunks=`, up to `most_chunks`."""
+        """True if the plan takes `chunks=`, up to `most_chunks`."""
         return self.most_chunks > 1
 
 
 class Blocks:
-    """A buffer cut in consecutive parts, some maybe empty; block i is [start(i), start(i + 1))."""
+    """A buffer cut in consecutive blocks, which may be empty. Block i is [start(i), start(i + 1))."""
 
     __slots__ = ("_bounds", "_even", "_rest", "largest", "parts", "total")
 
@@ -108,11 +108,11 @@ class Blocks:
         self.parts = len(counts)
         self.total = self._bounds[-1]
         self.largest = max(counts, default=0)
-        """Elements of the longest."""
+        """Elements of the longest block."""
 
     @classmethod
     def even(cls, n: int, parts: int) -> Blocks:
-        """Return `n` elements in `parts` blocks that differ by one at most, the longer ones first; O(1)."""
+        """Return `n` elements in `parts` blocks that differ by one at most, the longer ones first, in O(1)."""
         self = cls.__new__(cls)
         self._bounds = None
         self._even, self._rest = divmod(n, parts)
@@ -122,7 +122,7 @@ class Blocks:
         return self
 
     def start(self, i: int) -> int:
-        """Return the first element of block `i`; of block `parts`, the end."""
+        """Return the first element of block `i`, or the end of the buffer for `parts`."""
         if self._bounds is not None:
             return self._bounds[i]
         return i * self._even + min(i, self._rest)
@@ -137,13 +137,13 @@ class Blocks:
         return [self.count(i) for i in range(self.parts)]
 
 
-# --- what the families of schedules share: one lane, cutting buffers, and steps without empty transfers ---
+# --- helpers of the algorithms -------------------------------------------------------------------------------
 
 
 def one_lane(room: Callable[..., int]) -> Callable[[Callable[P, Iterator[Step]]], Callable[P, Schedule]]:
-    """Make a plan of a function that yields the steps of the only lane; `room`, of the same arguments, see `Schedule`.
+    """Decorate a function that yields the steps of one lane, so that it returns a `Schedule` of this lane.
 
-    The lane begins with a call of the function, whose arguments the plan has.
+    `room`, of the same arguments, returns the room of the schedule.
     """
 
     def planned(steps: Callable[P, Iterator[Step]]) -> Callable[P, Schedule]:
@@ -157,7 +157,7 @@ def one_lane(room: Callable[..., int]) -> Callable[[Callable[P, Iterator[Step]]]
 
 
 def cut(n: int, chunks: int) -> list[tuple[int, int]]:
-    """Return [0, n) in `chunks` parts that differ by one element at most; the empty ones are left out."""
+    """Return [0, n) in `chunks` parts that differ by one element at most, without empty ones."""
     if chunks < 1:
         raise ValueError(f"{chunks} chunks: expected at least 1")
     blocks = Blocks.even(n, chunks)
@@ -165,24 +165,24 @@ def cut(n: int, chunks: int) -> list[tuple[int, int]]:
 
 
 def lanes_of(n: int, chunks: int) -> list[tuple[int, int]]:
-    """Return [0, n) cut as `cut` does, for chunks of which each is a lane; raise ValueError for too many."""
+    """Return `cut(n, chunks)` for one lane per chunk. Raise ValueError for too many chunks."""
     if chunks > MAX_LANES:
         raise ValueError(f"{chunks} chunks at once: expected at most {MAX_LANES}")
     return cut(n, chunks)
 
 
 def piece(blocks: Blocks, i: int, chunk: int, chunks: int) -> tuple[int, int]:
-    """Return where chunk number `chunk` of block `i` lies, when each block is cut in `chunks`."""
+    """Return the elements of chunk number `chunk` of block `i`, of `chunks` in each block."""
     first = blocks.start(i)
     parts = Blocks.even(blocks.count(i), chunks)
     return first + parts.start(chunk), first + parts.stop(chunk)
 
 
 def rounds(size: int) -> int:
-    """Return log2(size), rounded up: after so many doublings one rank's word has reached all."""
+    """Return log2(size), rounded up: the number of doublings from one rank to all."""
     return (size - 1).bit_length()
 
 
 def step(*moves: Send | Recv | Copy) -> Step:
-    """Return a step of those that move anything."""
+    """Return a step of the `moves` that have elements."""
     return tuple(move for move in moves if move.start < move.stop)

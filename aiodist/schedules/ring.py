@@ -1,6 +1,6 @@
-"""Rings: each rank sends to the next and receives from the one before it, 1/size of the buffer at a time.
+"""Rings: each rank sends to the next rank and receives from the previous one, 1/size of the buffer at a time.
 
-They send as little as possible, in as many messages as there are ranks: for long buffers.
+Rings send the fewest bytes, in about as many messages as ranks. For long buffers.
 
 Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009,
 DOI 10.1016/j.jpdc.2008.09.002; with one block for each rank, Chan et al. 2007, DOI 10.1002/cpe.1206.
@@ -15,7 +15,7 @@ from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, lan
 
 
 def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
-    """Reduce-scatter around the ring, then allgather; the buffer is cut in `chunks`, each with a ring of its own.
+    """Reduce-scatter around the ring, then allgather. The buffer is cut in `chunks`, each with its own ring.
 
     2 (size - 1) messages for each chunk, 2 n (size - 1) / size elements.
     """
@@ -34,9 +34,9 @@ def _allreduce(rank: int, size: int, first: int, last: int) -> Iterator[Step]:
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks, *, chunks: int = 1) -> Schedule:
-    """Pass on partial results of each block until they reach its rank; each block is cut in `chunks`, a ring for each.
+    """Send partial results of each block around until they reach its rank. Each of `chunks` has its own ring.
 
-    size - 1 messages for each chunk, all elements but my block; scratch: two chunks of the longest block for each ring.
+    size - 1 messages for each chunk, all elements except my block. Scratch: two chunks of the longest block per ring.
     """
     lanes = len(lanes_of(blocks.largest, chunks))
     slot = -(-blocks.largest // chunks)
@@ -69,9 +69,9 @@ def _reduce_scatter(
 
 
 def allgather(rank: int, size: int, blocks: Blocks, *, chunks: int = 1) -> Schedule:
-    """Pass on what arrived; each block is cut in `chunks`, a ring for each.
+    """Send the last received block to the next rank. Each of `chunks` has its own ring.
 
-    size - 1 messages for each chunk, all elements but the next rank's block.
+    size - 1 messages for each chunk, all elements except the next rank's block.
     """
     lanes = len(lanes_of(blocks.largest, chunks))
     return Schedule(

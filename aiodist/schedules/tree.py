@@ -1,9 +1,9 @@
 """Binomial trees: log2(size) steps of the whole buffer, for short buffers.
 
-Rank v, counted from the root, hangs below v without its lowest bit. Thakur, Rabenseifner, Gropp: Optimization of
+The parent of rank v, counted from the root, is v without its lowest bit. Thakur, Rabenseifner, Gropp: Optimization of
 collective communication operations in MPICH, 2005, DOI 10.1177/1094342005051521.
 
-With `chunks`, parts of the buffer are on their way side by side, each in a tree of its own.
+With `chunks`, parts of the buffer are in flight together, each in its own tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, lanes_of, r
 
 
 def broadcast(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
-    """Receive from the parent, send to the children, the one with most below it first; root sends log2(size) times."""
+    """Receive from the parent and send to the children, the largest subtree first. Root sends log2(size) times."""
     return Schedule(n, tuple(partial(_broadcast, rank, size, root, *chunk) for chunk in lanes_of(n, chunks)))
 
 
@@ -28,9 +28,9 @@ def _broadcast(rank: int, size: int, root: int, start: int, stop: int) -> Iterat
 
 
 def reduce(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
-    """Combine what the children send, the one with least below it first, and send it to the parent.
+    """Combine the elements of the children, the smallest subtree first, and send the result to the parent.
 
-    One message for each chunk; scratch: n for a rank between root and leaves, whose tensor is not written to.
+    One message for each chunk; scratch: n for a rank between root and leaves, since its tensor is not written.
     """
     parent, children = _family(rank, size, root)
     at = n if parent is not None and children else 0
@@ -51,7 +51,7 @@ def _reduce(rank: int, size: int, root: int, start: int, stop: int, at: int) -> 
 
 
 def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
-    """Reduce to rank 0, broadcast from there; log2(size) messages for each chunk, no scratch."""
+    """Reduce to rank 0, then broadcast: log2(size) messages for each chunk, no scratch."""
     return Schedule(n, tuple(partial(_allreduce, rank, size, *chunk) for chunk in lanes_of(n, chunks)))
 
 
@@ -61,7 +61,7 @@ def _allreduce(rank: int, size: int, start: int, stop: int) -> Iterator[Step]:
 
 
 def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
-    """Return the parent, None for root, and the children, the one with least below it first."""
+    """Return the parent, or None for root, and the children, the smallest subtree first."""
     place = (rank - root) % size
     below = place & -place or 1 << rounds(size)
     parent = (rank - below) % size if place else None

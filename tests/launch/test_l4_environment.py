@@ -108,8 +108,8 @@ def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
         ({**PLACE, "AIODIST_RANK": "-1"}, "AIODIST_RANK=-1 and AIODIST_SIZE=2"),
         ({**TORCHRUN, "RANK": "x"}, "RANK='x'"),
-        ({**OURS, "AIODIST_RANK": "0"}, "AIODIST_SIZE is not set, though the variables beside it are"),
-        ({"AIODIST_SIZE": "2"}, "AIODIST_RANK is not set, though the variables beside it are"),
+        ({**OURS, "AIODIST_RANK": "0"}, "AIODIST_SIZE is not set, though related variables are"),
+        ({"AIODIST_SIZE": "2"}, "AIODIST_RANK is not set, though related variables are"),
         (
             {**PLACE, "AIODIST_PREVIOUS": "0,x"},
             "AIODIST_PREVIOUS='0,x': expected a rank or nothing for each of 2 ranks",
