@@ -63,6 +63,11 @@ class Client:
         """True while a request is open."""
         return bool(self.pushes.busy or self.pulls.busy or self.programs)
 
+    def oldest(self) -> int | None:
+        """Return the number of the oldest open request, or None."""
+        numbers = [*self.pushes.numbers(), *self.pulls.numbers(), *(number for _, number in list(self._asked))]
+        return min(numbers, default=None)
+
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, each with an open request."""
         calls = {rank: asked.op for (rank, _), asked in list(self._asked.items())}
@@ -73,6 +78,19 @@ class Client:
         answers: list[_Said] = []
         await transfers([self.asking(dst, answers, op, **said)])
         return answers[0]
+
+    async def asking_all(self, op: str) -> None:
+        """Ask all servers that are not lost."""
+        for rank in self._context.living():
+            await self.ask_living(rank, op)
+
+    async def ask_living(self, rank: int, op: str) -> bool:
+        """Ask a server. Return False if the server is lost."""
+        try:
+            await self.call(rank, op)
+        except PeerLost:
+            return False
+        return True
 
     def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Transfer:  # noqa: ANN401
         """Return the transfer that asks server `dst`, and adds its answer to `answers`."""

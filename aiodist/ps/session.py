@@ -42,6 +42,7 @@ from aiodist.ps.server import Server
 from aiodist.ps.service import Service
 from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
 from aiodist.ps.sharing import SharedMemory
+from aiodist.ps.watching import ServerWatch
 from aiodist.types import check_timeout
 
 Rebind = Callable[[Communicator], Awaitable[None]]
@@ -71,6 +72,7 @@ class ParameterServerSession:
         self.context: Context
         self.server: Server
         self.client: Client
+        self._watch: ServerWatch
         self._leaving: Leaving
         self._counts: defaultdict[str, Any] = defaultdict(int)
         self._seq = 0
@@ -159,7 +161,11 @@ class ParameterServerSession:
         parts_of(self.coll).dispatcher.watchdog.serves = True
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
         self.refusal = None
-        self._leaving = Leaving(self.context, self.client, self.run, self.abort_everywhere)
+        dispatcher, aborted = parts_of(self.coll).dispatcher, self.abort_everywhere
+        self._watch = ServerWatch(
+            self.context, self.client, dispatcher.watch.inquiry, dispatcher.ranks, self.run, aborted
+        )
+        self._leaving = Leaving(self.context, self.client, self.run)
         with transport_lock:
             self.context.coalescer.open(self.server.handlers | self.client.handlers)
         if self._lifetime.refusal is not None:  # a rank was lost meanwhile
@@ -261,7 +267,8 @@ class ParameterServerSession:
     def _close(self, refusal: AiodistError) -> None:
         """Refuse calls, and receive nothing more."""
         self.refusal = self.refusal or refusal
-        self._leaving.close()
+        self._watch.close()
+        self._leaving.end()
         with transport_lock:
             self.context.coalescer.abort()
             self.context.service.close()
@@ -309,7 +316,7 @@ class ParameterServerSession:
             self.server.lose(rank)
             self.client.lose(rank)
             context.coalescer.flush()
-        self._leaving.lose()
+        self._leaving.end()
 
     def _aborted(self, error: AiodistError) -> None:
         if not isinstance(error, PeerLost):
@@ -346,7 +353,7 @@ class ParameterServerSession:
         self._seq += 1
         seconds = self.timeout if timeout is None else timeout
         if seconds is not None and seconds < inf:
-            Operation.of(handle).set_deadline(seconds, self.client.late)
+            Operation.of(handle).set_deadline(seconds, self._watch.late)
         return handle
 
     def run(

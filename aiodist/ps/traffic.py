@@ -253,6 +253,10 @@ class Pushes:
         """True while a push is not applied."""
         return bool(self._parts)
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of the open requests (any thread)."""
+        return list(self._parts)
+
     def late(self) -> dict[int, str]:
         """Return the servers for which pushes wait, each with a push."""
         return {rank: f"push of {part.entry}" for part in list(self._parts.values()) for rank in list(part.applying)}
@@ -418,6 +422,10 @@ class Pulls:
     def busy(self) -> bool:
         """True while a pull waits."""
         return bool(self._parts)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the open requests (any thread)."""
+        return list(self._parts)
 
     def late(self) -> dict[int, str]:
         """Return the servers for which pulls wait, each with a pull."""

@@ -253,6 +253,24 @@ def test_p12_a_call_over_a_dead_link_is_late_at_its_deadline(rank: int, at: int)
             assert end.op in ("push", "pull", "leave"), end
 
 
+def test_p12_an_error_at_a_deadline_says_where_the_server_is() -> None:
+    async def main() -> None:
+        async with (
+            aiodist.init(timeout=30) as coll,
+            ParameterServer(coll, {"w": torch.zeros(3)}, servers=[1], workers=[0]) as ps,
+        ):
+            if ps.is_worker:
+                with pytest.raises(aiodist.OperationTimeout) as caught:
+                    await ps.pull("w", torch.empty(3), at_least=1, timeout=6)
+                request, _, state = caught.value.late.pop(1).partition("; ")
+                assert request == "pull of float32[3] 'w'"
+                assert re.fullmatch(r"after barrier at .*test_p12_faults.py:\d+ in .*; its loop answers", state), state
+                assert not caught.value.late
+                await ps.push("w", torch.ones(3))
+
+    run_ranks(2, main)
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", range(OPENED, LAST))

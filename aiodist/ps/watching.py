@@ -1,0 +1,92 @@
+"""Finds the servers for which the requests of a rank wait: for errors at deadlines, and over dead links."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Protocol
+
+from aiodist.communicator.inquiry import Inquiry
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle
+from aiodist.handles.kernel import Program
+from aiodist.ps.client import Client
+from aiodist.ps.context import Context
+
+_LOOK_SECONDS = 1.0
+"""Time between two checks of the oldest open request, in seconds."""
+_PING_LOOKS = 10
+"""Number of checks between two pings of all servers."""
+_ANSWER_SECONDS = 60.0
+"""Longest time to the answer of a ping, in seconds. A live rank answers immediately, even if its loop is busy."""
+
+
+class Run(Protocol):
+    """Runs programs."""
+
+    def __call__(
+        self, op: str, make: Callable[[], Program[Any]], timeout: float | None, *, now: bool = False
+    ) -> Handle[Any]:
+        """See `ParameterServerSession.run`."""
+
+
+class ServerWatch:
+    """Watches the open requests of one rank (loop's thread).
+
+    While the oldest request stays open, this rank asks the late ranks for their states, over the control channel, and
+    pings all servers, over the transport. A server without an answer ends the parameter server on all ranks, since a
+    connection may lose messages without a report.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        client: Client,
+        inquiry: Inquiry,
+        world_ranks: Sequence[int],
+        run: Run,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """`world_ranks` are the world ranks of all ranks. `failed` takes the error of a ping."""
+        self._context = context
+        self._client = client
+        self._inquiry = inquiry
+        self._world_ranks = world_ranks
+        self._run = run
+        self._failed = failed
+        self._since = inf
+        """Time of the first question about the oldest request, or inf before one."""
+        self._task = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        oldest, looks = None, 0
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            before, oldest = oldest, self._client.oldest()
+            looks = looks + 1 if oldest is not None and oldest == before else 0
+            if looks == 0:
+                self._since = inf
+                continue
+            if looks & (looks - 1) == 0 or looks % _PING_LOOKS == 0:
+                self._since = min(self._since, self._inquiry.now())
+                self._inquiry.ask([self._world_ranks[rank] for rank in self._client.late()], self._context.name)
+            if looks % _PING_LOOKS == 0:
+                try:
+                    await self._run("ping", partial(self._client.asking_all, "ping"), _ANSWER_SECONDS, now=True)
+                except AiodistError as error:
+                    self._failed(error)
+                    return
+
+    def late(self) -> dict[int, str]:
+        """Return the servers that have not answered, each with an open request and the state of the rank if known."""
+        late = self._client.late()
+        for rank, request in late.items():
+            if (state := self._inquiry.text(self._world_ranks[rank], self._since)) is not None:
+                late[rank] = f"{request}; {state}"
+        return late
+
+    def close(self) -> None:
+        """End the watch."""
+        self._task.cancel()
