@@ -1,86 +1,178 @@
-"""`python -m benchmarks gpu`: every speed to reach on a CUDA device, in one call; starts jobs of ranks, and collects.
-
-The cases lie in `gpu_cases`; `gpu_worker` is what each rank runs, with what lies in `gpu_waits`, `gpu_reductions` and
-`gpu_training`. A case that fails, hangs or takes its process along ends its job; another one measures what is left.
-"""
+"""`python -m benchmarks gpu`: the cases on a CUDA device and their targets; each case is a job of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
+import json
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
-from time import time
-from typing import Annotated
+from time import monotonic
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from aiodist.bench.cli import writable
-from aiodist.bench.plan import parse_names
-from aiodist.collectives.choice.availability import state_of
+from aiodist.bench.plan import Plan, parse_names
 from aiodist.env import Environment, Starter
-from aiodist.errors import AiodistError, BackendUnavailable, ConfigError
-from benchmarks import gpu_report
-from benchmarks.gpu_cases import CASES, Case, Figure, State, Todo, figures, groups, without_value
-from benchmarks.gpu_notes import Notes, read_notes
-from benchmarks.verdicts import terminal
+from aiodist.errors import AiodistError, ConfigError
+from benchmarks.verdicts import Verdict, terminal, verdict_table
 
-__all__ = ["Limits", "Run", "app"]
-
-_SECONDS = 460.0
-_STOPPED = (130, 143)  # by a signal to this process: then nothing else is to begin
+__all__ = ["CASES", "Case", "app", "measured", "verdicts"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_STOPPED = (130, 143)  # exit codes after a signal to this process
+_NOT_POSSIBLE = 2
+_START_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
-class Limits:
-    """How long the command waits, in seconds."""
+class Case:
+    """A job on a CUDA device, and the figures that it measures, by the name of their record."""
 
-    start: float = 90.0
-    """For a job's first case to begin."""
-    grace: float = 20.0
-    """For a case that should be over."""
-    look: float = 0.2
-    """Between two looks at what the ranks have written."""
+    ranks: int
+    """0: one rank for each device, if there are several."""
+    module: str
+    seconds: float
+    """Time limit after the start."""
+    figures: Mapping[str, Verdict]
+    gloo: bool = False
+    shares: bool = False
+    """True allows NCCL several ranks on one device."""
+
+
+def _allreduce(ranks: int, seconds: float) -> Case:
+    what = f"{ranks} ranks on one GPU, allreduce by cuda_ipc"
+    figures = {
+        "copy": Verdict(f"{what}: bandwidth / that of copies", nan, "x", 0.6, at_least=True),
+        "gloo": Verdict(f"{what}: speed / dist.all_reduce over gloo", nan, "x", 5.0, at_least=True),
+        "staged": Verdict(f"{what}: speed / our staged", nan, "x", 5.0, at_least=True),
+        "serial": Verdict(f"{what}: awaited one after the other", nan, "ms"),
+    }
+    return Case(ranks, "benchmarks.gpu_reductions", seconds, figures, gloo=True)
+
+
+def _nccl(ranks: int) -> Case:
+    what = f"{ranks} ranks on one GPU, allreduce by cuda_ipc: speed / NCCL"
+    figures = {"nccl": Verdict(what, nan, "x", 1.0, at_least=True)}
+    return Case(ranks, "benchmarks.gpu_reductions", 60.0, figures, shares=True)
+
+
+CASES: Mapping[str, Case] = {
+    "await": Case(
+        1,
+        "benchmarks.gpu_waits",
+        30.0,
+        {
+            "await": Verdict(
+                "await of an event after a 20 us kernel, from launch to result, - kernel", nan, "us", 30.0
+            ),
+            "blocking": Verdict("the same with event.synchronize()", nan, "us"),
+        },
+    ),
+    "parked": Case(
+        1,
+        "benchmarks.gpu_waits",
+        30.0,
+        {"cpu": Verdict("CPU while a 1 s kernel is awaited", nan, "CPU s/s", 0.05)},
+    ),
+    "wait_stream": Case(
+        1,
+        "benchmarks.gpu_waits",
+        30.0,
+        {
+            "wait_stream": Verdict("gap between two kernels, the second after h.wait_stream", nan, "us", 10.0),
+            "wait_event": Verdict("the same with stream.wait_event", nan, "us"),
+            "await": Verdict("the same with await h", nan, "us"),
+        },
+    ),
+    "nccl_overhead": Case(
+        1,
+        "benchmarks.gpu_waits",
+        45.0,
+        {
+            "await": Verdict("await of one rank's allreduce by NCCL - nccl4py's and a synchronise", nan, "us", 15.0),
+            "issue": Verdict("the call alone - nccl4py's", nan, "us"),
+            "flight": Verdict("many in flight, one wait: each - nccl4py's", nan, "us"),
+        },
+    ),
+    "train": Case(
+        1,
+        "benchmarks.gpu_training",
+        90.0,
+        {"datapar": Verdict("transformer, bf16, one rank: step of DataParallel / a plain one", nan, "x", 1.03)},
+    ),
+    "prefetch": Case(
+        1,
+        "benchmarks.gpu_training",
+        90.0,
+        {"prefetch": Verdict("epoch with prefetch(device) / the slower of loader and steps", nan, "x", 1.1)},
+    ),
+    "allreduce_2": _allreduce(2, 90.0),
+    "allreduce_4": _allreduce(4, 120.0),
+    "train_4": Case(
+        4,
+        "benchmarks.gpu_training",
+        120.0,
+        {"ddp": Verdict("4 ranks on one GPU: speed of a step / DDP over gloo", nan, "x", 1.5, at_least=True)},
+        gloo=True,
+    ),
+    "nccl_2": _nccl(2),
+    "nccl_4": _nccl(4),
+    "allreduce_devices": Case(
+        0,
+        "benchmarks.gpu_reductions",
+        60.0,
+        {
+            "nccl": Verdict("one rank on each GPU: speed of cuda_ipc / NCCL", nan, "x"),
+            "staged": Verdict("one rank on each GPU: speed of cuda_ipc / our staged", nan, "x"),
+        },
+    ),
+}
 
 
 @app.command()
 def gpu(
     only: Annotated[str | None, typer.Option(metavar="NAMES", help=f"Some of {', '.join(CASES)} (all).")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs.")] = False,
-    seconds: Annotated[float, typer.Option(metavar="S", min=1.0, help="No case begins that may end later.")] = _SECONDS,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures there.")] = None,
-    mpi: Annotated[str, typer.Option(metavar="auto|none|…", help="As in aiodist run.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, to try the cases.")] = False,
+    seconds: Annotated[float, typer.Option(metavar="S", min=1.0, help="Start no case that could end later.")] = 1200.0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the records to FILE.")] = None,
+    mpi: Annotated[str, typer.Option(metavar="auto|none|…", help="The mpirun to use, as in aiodist run.")] = "auto",
 ) -> None:
-    """Measure on one CUDA device, with up to 4 ranks on it, and where there are several with a rank on each.
+    """Measure on one CUDA device, with up to 4 ranks on it; if there are several devices, with a rank on each too.
 
-    Every result is first compared with float64 on the CPU. Exit code 1 where a case failed, 2 without a CUDA device.
+    The exit code is 1 if a case failed, and 2 without a CUDA device.
     """
     file = writable("--json", json)
     environment = Environment.read()
     if environment.starter is not Starter.ALONE:
-        raise ConfigError(
-            f"benchmarks gpu: it starts its ranks itself, and {environment.starter} has started this process"
-        )
+        raise ConfigError(f"benchmarks gpu starts ranks, and {environment.starter} has started this process")
     devices = _devices()
-    cases = _chosen(only, devices)
     first = environment.visible_devices[0] if environment.visible_devices else "0"
-    refused = {case.name: why for case in cases if (why := _refused(case, first))}
-    start = Jobs(mpi, first)
-    run = Run(cases, devices, time() + seconds, quick=quick, start=start, refused=refused)
-    found = asyncio.run(run.all())
+    names = [name for name, case in CASES.items() if case.ranks or devices > 1]
+    if only is not None:
+        names = list(parse_names("--only", only, tuple(CASES)))
+        if devices == 1 and (several := [name for name in names if not CASES[name].ranks]):
+            raise ConfigError(f"--only {several[0]}: this case needs several CUDA devices, and there is one here")
+    plans = [
+        Plan(name, case.ranks or devices, ("auto",), ("gloo",) * case.gloo, module=case.module, own={"quick": quick})
+        for name, case in ((name, CASES[name]) for name in names)
+    ]
+    found, records = asyncio.run(measured(plans, monotonic() + seconds, mpi, first))
+    if file is not None:
+        Path(file).write_text(_json(records))
     width, colour = terminal()
-    if file is not None:  # first: what was measured is not lost when printing it fails
-        gpu_report.write(file, run.machine, found, run.records)
-    gpu_report.show(run.machine, found, width=width, colour=colour)
-    raise typer.Exit(int(any(figure.state is State.FAILED for figure in found)))
+    console = Console(width=width, force_terminal=colour, highlight=False, markup=False)
+    console.print(verdict_table([verdict for verdicts in found.values() for verdict in verdicts]))
+    raise typer.Exit(int(any(verdict.why.startswith("FAILED") for one in found.values() for verdict in one)))
 
 
 def _devices() -> int:
-    """Return how many CUDA devices there are; raise `ConfigError` where there is none."""
+    """Return the number of CUDA devices; raise `ConfigError` if there is none."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -90,155 +182,55 @@ def _devices() -> int:
     return count
 
 
-def _refused(case: Case, first: str) -> str:
-    """Return why NCCL does not connect the ranks of a case that share the device `first`; empty where it may."""
-    if not case.shares:
-        return ""
-    from aiodist.backends import nccl
-
-    try:
-        found = nccl.load().version()
-    except BackendUnavailable as error:
-        return f"nccl is {state_of(str(error))}: {error}"
-    why = nccl.unconnectable([(socket.gethostname(), first)] * case.ranks, found, shared=True)
-    return f"nccl is not possible here: {why}" if why else ""
+_Records = list[dict[str, Any]]
 
 
-def _chosen(only: str | None, devices: int) -> list[Case]:
-    names = tuple(CASES) if only is None else parse_names("--only", only, tuple(CASES))
-    cases = [CASES[name] for name in names]
-    several = [case.name for case in cases if not case.ranks]
-    if only is not None and several and devices == 1:
-        raise ConfigError(f"--only {several[0]}: it takes several CUDA devices, and one is here")
-    return [case for case in cases if case.ranks or devices > 1]
+def _json(records: _Records) -> str:
+    return "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n"
 
 
-@dataclass(frozen=True)
-class Jobs:
-    """Starts the ranks of one job, and returns their exit code."""
-
-    mpi: str
-    first: str
-    """The device that ranks share, as CUDA_VISIBLE_DEVICES names it."""
-
-    def __call__(self, todo: Todo, ranks: int, *, shares: bool, together: bool) -> Awaitable[int]:
-        exports = [f"NCCL_MULTI_RANK_GPU_ENABLE={int(shares)}"]
-        if together:
-            exports.append(f"CUDA_VISIBLE_DEVICES={self.first}")
-        return todo.start("benchmarks.gpu_worker", ranks, mpi=self.mpi, exports=tuple(exports))
-
-
-Start = Callable[..., Awaitable[int]]
-
-
-class Run:
-    """One run of the command: what is measured, and what has become of it."""
-
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        devices: int,
-        until: float,
-        *,
-        quick: bool,
-        start: Start,
-        refused: Mapping[str, str] | None = None,
-        limits: Limits = Limits(),
-    ) -> None:
-        """`start(todo, ranks, shares=, together=)` runs a job; no case begins that may end after `until`.
-
-        `refused` says of cases, by name, why no job is started for them.
-        """
-        self.machine: dict[str, object] = {}
-        self.records: list[dict[str, object]] = []
-        self._cases = cases
-        self._devices = devices
-        self._until = until
-        self._quick = quick
-        self._start = start
-        self._refused = refused or {}
-        self._limits = limits
-
-    async def all(self) -> list[Figure]:
-        """Measure, job after job; return every line of every case, in the order of the cases."""
-        found = {
-            case.name: without_value(case, State.NOT_POSSIBLE, self._refused[case.name])
-            for case in self._cases
-            if case.name in self._refused
-        }
-        for group in groups([case for case in self._cases if case.name not in found]):
-            left = list(group)
-            while left:
-                found |= await self._some(left)
-                left = [case for case in left if case.name not in found]
-        return [figure for case in self._cases for figure in found[case.name]]
-
-    async def _some(self, cases: Sequence[Case]) -> dict[str, list[Figure]]:
-        """Start a job for `cases` of a group; return what has become of the first of them, at least."""
-        left = self._until - time()
-        if left < min(case.seconds for case in cases):
-            why = f"{max(left, 0.0):.0f} s are left"
-            return {case.name: without_value(case, State.NOT_MEASURED, why) for case in cases}
-        with tempfile.TemporaryDirectory(prefix="aiodist-bench-") as folder:
-            todo = Todo(tuple(case.name for case in cases), folder, self._until, self._quick)
-            ended = await self._job(todo, cases)
-            notes = read_notes(folder)
-        self.machine = notes.machine or self.machine
-        found = {}
-        for case in cases:
-            if (result := self._result(case, notes)) is not None:
-                found[case.name] = result
-        if len(found) < len(cases):
-            # The first that has no result is whom the job ended with; where none began, no other will.
-            lost = [case for case in cases if case.name not in found]
-            for case in lost[: None if not notes.began else 1]:
-                found[case.name] = without_value(case, State.FAILED, notes.error_of(case.name) or ended)
-        return found
-
-    async def _job(self, todo: Todo, cases: Sequence[Case]) -> str:
-        """Run a job to its end, or until a case takes too long; return how it ended."""
-        first = cases[0]
-        # Where there is one device, or ranks are to share one, no other is seen.
-        running = asyncio.ensure_future(
-            self._start(todo, first.ranks or self._devices, shares=first.shares, together=first.ranks > 0)
-        )
-        began, why = time(), ""
-        said = None
-        while not why and not (await asyncio.wait([running], timeout=self._limits.look))[0]:
-            notes = read_notes(todo.folder)
-            if notes.running is not None and notes.running != said:
-                said = notes.running
-                typer.echo(f"aiodist: measuring {said[0]}", err=True)
-            why = self._overdue(notes, {case.name: case for case in cases}, began)
-        if why:
-            running.cancel()
-        try:
-            code = await running
-        except asyncio.CancelledError:
-            return why
-        except AiodistError as error:  # it could not be started
-            return str(error)
+async def measured(
+    plans: Sequence[Plan], until: float, mpi: str, first: str
+) -> tuple[dict[str, list[Verdict]], _Records]:
+    """Run a job for each plan; ranks that share a device see only the device `first`."""
+    found: dict[str, list[Verdict]] = {}
+    everything: _Records = []
+    for plan in plans:
+        case = CASES[plan.op]
+        exports = [f"NCCL_MULTI_RANK_GPU_ENABLE={int(case.shares)}"]
+        exports += [f"CUDA_VISIBLE_DEVICES={first}"] if case.ranks else []
+        limit = case.seconds + _START_SECONDS
+        if monotonic() + limit > until:
+            found[plan.op] = verdicts(case, [], f"not measured: it could take {limit:.0f} s")
+            continue
+        records, why, code = await _job(plan, mpi, tuple(exports), limit)
+        found[plan.op] = verdicts(case, [one for one in records if one["op"] == plan.op], why)
+        everything += records
         if code in _STOPPED:
-            self._until = 0.0
-        return f"the ranks ended with exit code {code}"
+            until = 0.0
+    return found, everything
 
-    def _overdue(self, notes: Notes, cases: dict[str, Case], began: float) -> str:
-        """Return why the job is to be ended, "" where it is not."""
-        if notes.running is None:
-            waits = not notes.began and time() - began > self._limits.start
-            return f"the ranks had not begun after {self._limits.start:g} s" if waits else ""
-        name, since = notes.running
-        patience = cases[name].seconds + self._limits.grace
-        return f"not over after {patience:g} s" if time() - since > patience else ""
 
-    def _result(self, case: Case, notes: Notes) -> list[Figure] | None:
-        """Return the lines of a case that was dealt with."""
-        told = notes.results.get(case.name)
-        if told is None:
-            return None
-        if "late" in told:
-            return without_value(case, State.NOT_MEASURED, str(told["late"]))
-        if "not_possible" in told:
-            return without_value(case, State.NOT_POSSIBLE, str(told["not_possible"]))
-        self.records += told["records"]
-        return list(figures(case, told["values"], told["missing"]))
+async def _job(plan: Plan, mpi: str, exports: tuple[str, ...], limit: float) -> tuple[_Records, str, int]:
+    """Return the records of a job, the reason for missing ones, and the exit code."""
+    with tempfile.TemporaryDirectory(prefix="aiodist-bench-") as folder:
+        file = Path(folder) / "records.json"
+        todo = replace(plan, json=str(file))
+        try:
+            code = await todo.start("aiodist.bench.worker", plan.ranks, mpi=mpi, exports=exports, timeout=limit)
+        except AiodistError as error:
+            return [], f"FAILED: {error}", 1
+        if code == _NOT_POSSIBLE:
+            return [], "not possible here", code
+        if code or not file.exists():
+            return [], f"FAILED: the ranks ended with exit code {code}", code
+        return json.loads(file.read_text()), "not possible here", code
+
+
+def verdicts(case: Case, records: _Records, why: str) -> list[Verdict]:
+    """Return the figures of a case, or the reason for missing ones."""
+    values = {record["impl"]: record["value"] for record in records if "value" in record}
+    return [
+        replace(one, value=values.get(name, nan), why="" if name in values else why)
+        for name, one in case.figures.items()
+    ]

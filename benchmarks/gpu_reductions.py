@@ -1,66 +1,60 @@
-"""Allreduces of a large tensor by ranks that share a GPU, beside copies, gloo, our own staging, and NCCL."""
+"""Allreduces of a large tensor by ranks that share a GPU: cuda_ipc, copies, gloo, staged, and NCCL."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from aiodist.bench.peers import opened
 from aiodist.bench.timing import slowest_of_each
-from benchmarks.gpu_cases import Measured
-from benchmarks.gpu_turns import Bench, NotPossible, Way, check, in_turns
+from aiodist.errors import BackendUnavailable
+from benchmarks.gpu_turns import Bench, Way, check, in_turns
 
-__all__ = ["beside_copies", "beside_nccl", "on_several_devices"]
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
 
-_KICK = 13  # elements more than are measured: nothing divides evenly
-_SERIAL = "cuda_ipc, one by one"
+__all__ = ["by_gloo", "measure"]
+
+_KICK = 13  # more elements than the measured size: nothing divides evenly
+_SERIAL = "serial"
 _Reduce = Callable[[Sequence[Tensor]], Awaitable[object]]
 
 
-async def beside_copies(bench: Bench) -> Measured:
-    """Measure `cuda_ipc` beside what must be copied, staging, and torch's gloo; in flight, and one by one.
+async def measure(session: Session) -> list[Record]:
+    """Measure `cuda_ipc` and the implementations that the case compares it with.
 
     All ranks together read and write as many bytes as if each copied its tensor once (see
     `aiodist.collectives.cuda.ipc`), so the ratio of bandwidths is that of the times. The ranks copy at the same time,
-    each within its own memory; as copies are queued one behind the other, so are as many operations in flight.
+    each within its own memory. Copies are queued, so operations are in flight together.
     """
+    bench = Bench.of(session)
+    case = session.plan.op
     _require(bench, "cuda_ipc")
-    async with opened(["gloo"], bench.coll):
-        reduces = {name: by_aiodist(bench, name) for name in ("cuda_ipc", "staged")} | {"gloo": partial(by_gloo, bench)}
-        return await _measure(bench, reduces, quick=("cuda_ipc",), bounds=True)
+    if case.startswith("allreduce_") and case != "allreduce_devices":
+        reduces = {name: by_aiodist(bench, name) for name in ("cuda_ipc", "staged")}
+        return await _measure(bench, reduces | {"gloo": partial(by_gloo, bench)}, fast=("cuda_ipc",), bounds=True)
+    if case.startswith("nccl_"):
+        _require(bench, "nccl")
+    names = [name for name in ("cuda_ipc", "nccl", "staged") if not _missing(bench, name)]
+    names = names[:2] if case.startswith("nccl_") else names
+    return await _measure(bench, {name: by_aiodist(bench, name) for name in names}, fast=("cuda_ipc", "nccl"))
 
 
-async def beside_nccl(bench: Bench) -> Measured:
-    """Measure `cuda_ipc` beside NCCL, which was told that ranks may share a device."""
-    _require(bench, "cuda_ipc")
-    _require(bench, "nccl")
-    reduces = {name: by_aiodist(bench, name) for name in ("cuda_ipc", "nccl")}
-    return await _measure(bench, reduces, quick=tuple(reduces))
-
-
-async def on_several_devices(bench: Bench) -> Measured:
-    """Measure `cuda_ipc` over the links between GPUs."""
-    _require(bench, "cuda_ipc")
-    names = [name for name in ("cuda_ipc", "nccl", "staged") if _why_not(bench, name) is None]
-    measured = await _measure(bench, {name: by_aiodist(bench, name) for name in names}, quick=("cuda_ipc", "nccl"))
-    missing = {} if "nccl" in names else {"nccl": _why_not(bench, "nccl") or ""}
-    return Measured(measured.values, missing, measured.records)
-
-
-def _why_not(bench: Bench, impl: str) -> str | None:
+def _missing(bench: Bench, impl: str) -> str:
+    """Return the reason why the communicator lacks an implementation; empty if there is none."""
     offer = bench.coll.availability().of("allreduce", impl, "cuda")
-    return None if offer.state == "available" else f"{impl} is {offer.state}: {offer.reason}"
+    return "" if offer.state == "available" else f"{impl} is {offer.state}: {offer.reason}"
 
 
 def _require(bench: Bench, impl: str) -> None:
-    """Raise NotPossible where the communicator lacks `impl`: nothing else may run in its place."""
-    if (why := _why_not(bench, impl)) is not None:
-        raise NotPossible(why)
+    """Raise `BackendUnavailable` if the communicator lacks an implementation."""
+    if why := _missing(bench, impl):
+        raise BackendUnavailable(why)
 
 
 def by_aiodist(bench: Bench, impl: str) -> _Reduce:
@@ -73,7 +67,7 @@ def by_aiodist(bench: Bench, impl: str) -> _Reduce:
 
 
 async def by_gloo(bench: Bench, ts: Sequence[Tensor]) -> None:
-    """Reduce `ts` as torch.distributed does: gloo copies them to the host and back, on threads of its own."""
+    """Reduce `ts` with torch.distributed: gloo copies them to the host and back, on its own threads."""
     import torch.distributed as dist
 
     works = [dist.all_reduce(t, async_op=True) for t in ts]
@@ -83,19 +77,19 @@ async def by_gloo(bench: Bench, ts: Sequence[Tensor]) -> None:
 
 
 async def _measure(
-    bench: Bench, reduces: dict[str, _Reduce], *, quick: Sequence[str], bounds: bool = False
-) -> Measured:
-    """Return how many times as fast `cuda_ipc` is as each other way, by the time of one operation of several in flight.
+    bench: Bench, reduces: dict[str, _Reduce], *, fast: Sequence[str], bounds: bool = False
+) -> list[Record]:
+    """Return the speed of `cuda_ipc` divided by that of each other implementation, with several operations in flight.
 
-    The `quick` ways have `Sizes.batch` in flight, the others a fifth. With `bounds` copies are measured as well, and
-    what `cuda_ipc` takes where each operation is awaited before the next.
+    `fast` implementations have `Sizes.batch` in flight, the others a fifth. `bounds` adds copies, and `cuda_ipc` with
+    one operation in flight.
     """
     await _check(bench, reduces)
     nbytes = bench.sizes.allreduce_bytes
     source = torch.randn(nbytes // 4, device=bench.device)
     ts = [torch.empty_like(source) for _ in range(bench.sizes.batch)]
 
-    def refill() -> None:  # sums of sums would be infinite soon
+    def refill() -> None:  # repeated sums would overflow
         for t in ts:
             t.copy_(source)
 
@@ -103,7 +97,7 @@ async def _measure(
         for t in ts:
             t.copy_(source, non_blocking=True)
 
-    flights = {name: len(ts) if name in quick else max(1, len(ts) // 5) for name in reduces}
+    flights = {name: len(ts) if name in fast else max(1, len(ts) // 5) for name in reduces}
     ways = [Way(name, partial(reduce, ts[: flights[name]]), prepare=refill) for name, reduce in reduces.items()]
     if bounds:
         flights["copy"] = len(ts)
@@ -118,22 +112,19 @@ async def _measure(
     values = {name: took / ours for name, took in seconds.items()}
     if serial is not None:
         values["serial"] = serial * 1e3
-    return Measured(values, records=records)
+    return [*records, *bench.values(**values)]
 
 
 async def _check(bench: Bench, reduces: dict[str, _Reduce]) -> None:
-    """Compare each way's sum, of the size that is measured and a few more elements, with float64's on the CPU."""
+    """Compare the sum of each implementation with that of float64 on the CPU."""
     numel = bench.sizes.allreduce_bytes // 4 + _KICK
     for name, reduce in reduces.items():
-        seed = await bench.seed()
-        expected = torch.zeros(numel, dtype=torch.float64)
-        mine = torch.empty(0)
-        for rank in range(bench.coll.size):
-            one = torch.randn(numel, generator=torch.Generator().manual_seed(seed + rank))
-            expected += one
-            mine = one if rank == bench.coll.rank else mine
-        # It is NaN until the copy is done: who begins too soon, or leaves something out, is seen.
+        inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(bench.coll.size)]
+        # the tensor is NaN until the copy ends, so a reduction that starts too early is seen
         t = torch.full((numel,), float("nan"), device=bench.device)
-        t.copy_(mine.pin_memory(), non_blocking=True)
+        t.copy_(inputs[bench.coll.rank].pin_memory(), non_blocking=True)
         await reduce([t])
+        expected = torch.zeros(numel, dtype=torch.float64)
+        for one in inputs:
+            expected += one
         check(f"allreduce of {bench.coll.size} ranks by {name}", t, expected, rtol=1e-5, atol=1e-5)

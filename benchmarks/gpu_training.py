@@ -1,4 +1,4 @@
-"""Training steps of a transformer on a CUDA device: ours beside none, beside a slow loader, beside DDP over gloo."""
+"""Training steps of a transformer on a CUDA device: a plain loop, a slow loader, and DDP over gloo."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, sleep
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aiodist.bench.peers import opened
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
-from benchmarks.gpu_cases import Measured, Sizes
-from benchmarks.gpu_turns import Bench, Way, check, in_turns, median, poison
+from benchmarks.gpu_turns import Bench, Sizes, Way, in_turns, median
 
-__all__ = ["Language", "Loader", "beside_ddp", "beside_none", "prefetched"]
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
+
+__all__ = ["Language", "Loader", "measure"]
 
 _RATE = 1e-3
-CHECKED = Sizes(width=32, layers=2, words=50, window=8, samples=3)
-_CHECKED_STEPS = 3
 _HEAD_WIDTH = 64
-_SHARED = 4  # ranks that share the device have so much less to do in a step each
+_SHARED = 4  # ranks that share a device have a quarter of the samples
+_DDP_BATCH = 3
 Batch = tuple[Tensor, Tensor]
-Step = Callable[[], Awaitable[object]]
+_Step = Callable[[Batch], Awaitable[object]]
 
 
 class Language(nn.Module):
-    """Says of each of `window` words which it is; 120 million parameters as it is measured."""
+    """Predict each of `window` words; 120 million parameters at the full size."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -50,20 +52,18 @@ class Language(nn.Module):
 
 
 def loss(net: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    answer = net(x)
-    wide = answer if answer.dtype is torch.float64 else answer.float()
-    return F.cross_entropy(wide.flatten(0, 1), y.flatten())
+    return F.cross_entropy(net(x).float().flatten(0, 1), y.flatten())
 
 
-def _model(sizes: Sizes, seed: int = 0) -> nn.Module:
-    """Return the model on the host, with the same weights on every rank."""
+def _model(bench: Bench) -> nn.Module:
+    """Return the model in bf16, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Language(sizes)
+        torch.manual_seed(0)
+        return Language(bench.sizes).to(bench.device, torch.bfloat16)
 
 
 def _batch(sizes: Sizes, samples: int, seed: int) -> Batch:
-    """Return words and what they are, on the host."""
+    """Return words, and the words to predict, on the host."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(sizes.words, (samples, sizes.window), generator=generator)
     return x, torch.randint(sizes.words, (samples, sizes.window), generator=generator)
@@ -73,19 +73,10 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9)
 
 
-# --- contenders --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A model on the device; `step` trains it on one batch, and leaves work on the device behind."""
-
-    model: nn.Module
-    step: Callable[[Batch], Awaitable[object]]
-
-
 @asynccontextmanager
-async def _ours(bench: Bench, model: nn.Module) -> AsyncIterator[_Trained]:
+async def _ours(bench: Bench) -> AsyncIterator[_Step]:
+    """Yield a step of DataParallel, which leaves work queued on the device."""
+    model = _model(bench)
     net = await DataParallel.create(model, bench.coll)
     optimizer = _optimizer(model)
 
@@ -93,95 +84,65 @@ async def _ours(bench: Bench, model: nn.Module) -> AsyncIterator[_Trained]:
         await net.step(loss, optimizer, net, *batch)
 
     try:
-        yield _Trained(model, step)
+        yield step
     finally:
         await net.aclose()
 
 
-def plain_loop(model: nn.Module, net: nn.Module | None = None) -> _Trained:
-    """Return a plain torch loop, on the thread that calls it; `net` is what wraps the model."""
-    optimizer = _optimizer(model)
+def plain_loop(net: nn.Module) -> _Step:
+    """Return a step of a plain torch loop."""
+    optimizer = _optimizer(net)
 
     async def step(batch: Batch) -> None:
         optimizer.zero_grad()
-        loss(net or model, *batch).backward()
+        loss(net, *batch).backward()
         optimizer.step()
 
-    return _Trained(model, step)
+    return step
 
 
-def by_ddp(bench: Bench, model: nn.Module) -> _Trained:
-    """Return DDP over the default process group, which is gloo's."""
-    net = nn.parallel.DistributedDataParallel(model, device_ids=[bench.device.index], gradient_as_bucket_view=True)
-    return plain_loop(model, net)
+def by_ddp(bench: Bench) -> _Step:
+    """Return a step of DDP over the default process group, which is gloo's."""
+    ids = [bench.device.index]
+    return plain_loop(nn.parallel.DistributedDataParallel(_model(bench), device_ids=ids, gradient_as_bucket_view=True))
 
 
-# --- cases -------------------------------------------------------------------------------------------------------
-
-
-async def beside_none(bench: Bench) -> Measured:
-    """Measure steps of one rank of DataParallel beside those of a plain loop, on models of their own."""
-    await _check(bench)
-    sizes, device = bench.sizes, bench.device
-    x, y = (t.to(device) for t in _batch(sizes, sizes.samples, bench.coll.rank))
-    plain = plain_loop(_model(sizes).to(device, torch.bfloat16))
-    async with _ours(bench, _model(sizes).to(device, torch.bfloat16)) as ours:
-        ways = [Way("datapar", partial(ours.step, (x, y)), sizes.batch)]
-        ways.append(Way("none", partial(plain.step, (x, y)), sizes.batch))
-        samples = await _undisturbed(bench, ways)
-    found = median(samples)
-    records = await bench.session.timed("gpu_train", None, samples)
-    return Measured({"datapar": found["datapar"] / found["none"]}, records=records)
-
-
-async def beside_ddp(bench: Bench) -> Measured:
-    """Measure steps of ranks that share the device beside those of DDP over gloo."""
-    await _check(bench)
-    sizes, device = bench.sizes, bench.device
-    samples_each = max(1, sizes.samples // _SHARED)
-    x, y = (t.to(device) for t in _batch(sizes, samples_each, bench.coll.rank))
-    async with opened(["gloo"], bench.coll), _ours(bench, _model(sizes).to(device, torch.bfloat16)) as ours:
-        ddp = by_ddp(bench, _model(sizes).to(device, torch.bfloat16))
-        steps = {"datapar": ours.step, "ddp": ddp.step}
-        ways = [Way(name, partial(step, (x, y)), min(sizes.batch, 3)) for name, step in steps.items()]
-        samples = await _undisturbed(bench, ways)
-        del ddp, ways, steps
-    records = await bench.session.timed("gpu_train_shared", None, samples)
-    seconds = {record.impl: record.seconds or float("nan") for record in records}
-    return Measured({"ddp": seconds["ddp"] / seconds["datapar"]} if seconds else {}, records=records)
-
-
-async def _undisturbed(bench: Bench, ways: list[Way]) -> dict[str, list[float]]:
-    """Let them take turns without Python's collector, which stops the thread that computes."""
+async def measure(session: Session) -> list[Record]:
+    """Measure the case of the session, without Python's collector, which would stop the computing thread."""
+    bench = Bench.of(session)
+    cases = {"train": _beside_plain, "train_4": _beside_ddp, "prefetch": _prefetched}
     gc.collect()
     gc.disable()
     try:
-        return await in_turns(bench, ways)
+        return await cases[session.plan.op](bench)
     finally:
         gc.enable()
 
 
-async def _check(bench: Bench) -> None:
-    """Train a small model in float32, from fresh weights, and on the CPU in float64 with all ranks' batches."""
-    seed = await bench.seed()
-    batches = [
-        [_batch(CHECKED, CHECKED.samples, seed + _CHECKED_STEPS * rank + i) for i in range(_CHECKED_STEPS)]
-        for rank in range(bench.coll.size)
-    ]
-    expected = _model(CHECKED, seed).double()
-    optimizer = _optimizer(expected)
-    for step in zip(*batches, strict=True):
-        optimizer.zero_grad()
-        for x, y in step:
-            (loss(expected, x, y) / bench.coll.size).backward()
-        optimizer.step()
-    poison(bench.device, 4 * sum(p.nbytes for p in expected.parameters()))
-    async with _ours(bench, _model(CHECKED, seed).to(bench.device)) as ours:
-        for x, y in batches[bench.coll.rank]:
-            await ours.step((x.to(bench.device), y.to(bench.device)))
-        torch.cuda.synchronize(bench.device)
-        for (name, found), wanted in zip(ours.model.named_parameters(), expected.parameters(), strict=True):
-            check(f"{name} after {_CHECKED_STEPS} steps", found, wanted.detach(), rtol=1e-3, atol=1e-5)
+async def _beside_plain(bench: Bench) -> list[Record]:
+    """Measure steps of one rank of DataParallel and of a plain loop, each with its own model."""
+    sizes = bench.sizes
+    x, y = (t.to(bench.device) for t in _batch(sizes, sizes.samples, bench.coll.rank))
+    plain = plain_loop(_model(bench))
+    async with _ours(bench) as step:
+        ways = [Way("datapar", partial(step, (x, y)), sizes.batch), Way("none", partial(plain, (x, y)), sizes.batch)]
+        samples = await in_turns(bench, ways)
+    found = median(samples)
+    records = await bench.session.timed("gpu_train", None, samples)
+    return [*records, *bench.values(datapar=found["datapar"] / found["none"])]
+
+
+async def _beside_ddp(bench: Bench) -> list[Record]:
+    """Measure steps of ranks that share the device, of DataParallel and of DDP over gloo."""
+    x, y = (t.to(bench.device) for t in _batch(bench.sizes, max(1, bench.sizes.samples // _SHARED), bench.coll.rank))
+    batch = min(bench.sizes.batch, _DDP_BATCH)
+    async with _ours(bench) as step:
+        ways = [Way("datapar", partial(step, (x, y)), batch), Way("ddp", partial(by_ddp(bench), (x, y)), batch)]
+        samples = await in_turns(bench, ways)
+        del ways
+    records = await bench.session.timed("gpu_train_shared", None, samples)
+    seconds = {record.impl: record.seconds or float("nan") for record in records}
+    return [*records, *bench.values(ddp=seconds["ddp"] / seconds["datapar"])] if records else []
 
 
 # --- a slow loader -----------------------------------------------------------------------------------------------
@@ -189,70 +150,45 @@ async def _check(bench: Bench) -> None:
 
 @dataclass(frozen=True)
 class Loader:
-    """An epoch of batches in ordinary memory, each of which is waited for."""
+    """An epoch of batches in ordinary memory, each after a sleep of `seconds`."""
 
     batches: list[Batch]
     seconds: float
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield each batch after a while."""
+        """Yield the batches."""
         for batch in self.batches:
             sleep(self.seconds)
             yield batch
 
 
-async def prefetched(bench: Bench) -> Measured:
-    """Measure an epoch with a loader that is as slow as the steps, beside loading alone and steps alone."""
+async def _prefetched(bench: Bench) -> list[Record]:
+    """Measure an epoch with a loader as slow as the steps, loading alone, and steps alone."""
     sizes, device = bench.sizes, bench.device
     batches = [_batch(sizes, sizes.samples, seed) for seed in range(sizes.batches)]
-    await _check_items(bench)
-    async with _ours(bench, _model(sizes).to(device, torch.bfloat16)) as ours:
+    async with _ours(bench) as step:
         here = [(x.to(device), y.to(device)) for x, y in batches[:2]]
 
         async def steps() -> None:
             for i in range(sizes.batches):
-                await ours.step(here[i % 2])
+                await step(here[i % 2])
+            torch.cuda.synchronize(device)
 
-        alone = await _seconds(bench, steps)
-        loader = Loader(batches, alone / sizes.batches)
+        await steps()  # the first epoch also loads kernels
+        began = perf_counter()
+        await steps()
+        loader = Loader(batches, (perf_counter() - began) / sizes.batches)
 
         async def epoch() -> None:
             async with prefetch(loader, depth=2, device=device) as items:
                 async for batch in items:
-                    await ours.step(batch)
+                    await step(batch)
 
         async def load() -> None:
             for _ in loader:
                 pass
 
-        samples = await _undisturbed(bench, [Way("prefetch", epoch), Way("steps", steps), Way("loader", load)])
+        samples = await in_turns(bench, [Way("prefetch", epoch), Way("steps", steps), Way("loader", load)])
     found = median(samples)
     records = await bench.session.timed("gpu_prefetch", None, samples)
-    return Measured({"prefetch": found["prefetch"] / max(found["loader"], found["steps"])}, records=records)
-
-
-async def _seconds(bench: Bench, once: Step) -> float:
-    """Return how long it takes at the second time."""
-    for _ in range(2):
-        torch.cuda.synchronize(bench.device)
-        began = perf_counter()
-        await once()
-        torch.cuda.synchronize(bench.device)
-    return perf_counter() - began
-
-
-async def _check_items(bench: Bench) -> None:
-    """Read prefetched items at once on another stream; in memory that held NaN."""
-    generator = torch.Generator().manual_seed(await bench.seed())
-    items = [torch.randn(1 << 16, generator=generator) for _ in range(10)]
-    poison(bench.device, sum(item.nbytes for item in items))
-    side = torch.cuda.Stream(bench.device)
-    doubled = []
-    async with prefetch(items, depth=3, device=bench.device) as there:
-        async for t in there:
-            with torch.cuda.stream(side):
-                doubled.append(t * 2)
-            t.record_stream(side)
-    side.synchronize()
-    for k, (found, item) in enumerate(zip(doubled, items, strict=True)):
-        check(f"item {k} of a prefetch", found, item.double() * 2, rtol=0.0, atol=0.0)
+    return [*records, *bench.values(prefetch=found["prefetch"] / max(found["loader"], found["steps"]))]

@@ -1,8 +1,7 @@
-"""What the cases of the benchmark `gpu` share: ways in turn, kernels of a known length, results that are looked at."""
+"""Sizes, turns, kernels of a known length, and checks of results: shared by the cases of the benchmark `gpu`."""
 
 from __future__ import annotations
 
-import secrets
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,110 +11,123 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aiodist.bench.records import Record
+from aiodist.bench.timing import Contender, Pace, interleaved
 from aiodist.errors import AiodistError
 
 if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
-    from benchmarks.gpu_cases import Sizes
 
-__all__ = [
-    "Bench",
-    "NotPossible",
-    "Way",
-    "WrongResult",
-    "check",
-    "in_turns",
-    "median",
-    "poison",
-    "seconds_between",
-    "spin_rate",
-]
+__all__ = ["Bench", "Sizes", "Way", "WrongResult", "check", "in_turns", "median", "seconds_between", "spin_rate"]
 
-_PROBE_CYCLES = 2_000_000  # about a millisecond: launching it does not count
+_PROBE_CYCLES = 2_000_000  # about a millisecond, much more than a launch
 _PROBES = 5
 _TRIES = 10
 _AGREE = 0.01
 _WARMUPS = 2
-_LEAST = 3
 
 
-class NotPossible(AiodistError):
-    """A case makes no sense here; raised on all ranks alike, with the reason."""
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the cases; times in seconds."""
+
+    allreduce_bytes: int = 256 << 20
+    kernel: float = 20e-6
+    """The awaited kernel."""
+    ahead: float = 500e-6
+    """A kernel during which later ones are queued."""
+    wake: float = 0.2
+    """Work after which an idle device has raised its clock."""
+    long_kernel: float = 1.0
+    waits: int = 500
+    """Samples of a wait."""
+    rounds: int = 10
+    """Samples of other ways."""
+    batch: int = 10
+    """Operations, or steps, of a sample of a fast way."""
+    flight: int = 200
+    """Small operations in flight."""
+    width: int = 1024
+    layers: int = 8
+    words: int = 8192
+    window: int = 256
+    """Tokens."""
+    samples: int = 32
+    """Samples of one rank in a step; ranks that share the device have a quarter."""
+    batches: int = 60
+    """Batches of an epoch."""
+
+
+QUICK = Sizes(
+    **{"allreduce_bytes": 1 << 20, "waits": 20, "rounds": 3, "batch": 2, "flight": 20, "width": 64, "layers": 2},
+    **{"words": 128, "window": 16, "samples": 4, "batches": 6},
+    long_kernel=0.1,
+)
 
 
 class WrongResult(AiodistError):
-    """What is to be measured computes something else than float64 on the CPU."""
+    """A measured operation computes something else than float64 on the CPU."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a case is given, the same on every rank."""
+    """The session of a case and its sizes, the same on every rank."""
 
     session: Session
     sizes: Sizes
 
     @property
     def coll(self) -> Communicator:
-        """All ranks."""
+        """The communicator of all ranks."""
         return self.session.coll
 
     @property
     def device(self) -> torch.device:
-        """This rank's CUDA device, the current one."""
+        """This rank's CUDA device."""
         return self.coll.device
 
-    async def seed(self) -> int:
-        """Return a number that was never used before, the same on all ranks."""
-        return await self.coll.broadcast(secrets.randbits(31))
+    async def fence(self) -> None:
+        """Wait for the device, then for all ranks."""
+        torch.cuda.synchronize(self.device)
+        await self.session.fence()
+
+    def values(self, **values: float) -> list[Record]:
+        """Return records of the figures of this case, on rank 0."""
+        op, size = self.session.plan.op, self.coll.size
+        return [] if self.coll.rank else [Record(op, name, size, value=value) for name, value in values.items()]
+
+    @classmethod
+    def of(cls, session: Session) -> Bench:
+        """Return the bench of a session, and make this rank's device the current one."""
+        torch.cuda.set_device(session.coll.device)
+        return cls(session, QUICK if session.plan.own.get("quick") else Sizes())
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do something: a sample is `batch` times `once`, and `prepare` before the clock starts."""
+    """One implementation: a sample is `batch` calls of `once`, with `prepare` before the clock starts."""
 
     name: str
     once: Callable[[], Awaitable[object]]
     batch: int = 1
-    prepare: Callable[[], object] = lambda: None
+    prepare: Callable[[], object] | None = None
     queues: bool = True
-    """What it leaves queued on the device belongs to the sample."""
+    """True if a sample ends when the device has finished its queue."""
+
+    async def sample(self) -> None:
+        """Run the operations of one sample."""
+        for _ in range(self.batch):
+            await self.once()
+        if self.queues:
+            torch.cuda.synchronize()
 
 
-async def in_turns(bench: Bench, ways: Sequence[Way], most: int | None = None) -> dict[str, list[float]]:
-    """Return seconds of each way's `once`, a list of samples by name, after warming up; on all ranks.
-
-    All ranks begin each sample together. The ways take turns, each round the other way about, for `Sizes.seconds`
-    three rounds at least, and for `most` rounds (None: `Sizes.rounds`) at most.
-    """
-    most = bench.sizes.rounds if most is None else most
-    samples: dict[str, list[float]] = {way.name: [] for way in ways}
-    began = perf_counter()
-    rounds, turn = _WARMUPS + 1, 0
-    while turn < rounds:
-        if turn == 1:  # the first also loaded kernels
-            began = perf_counter()
-        for way in ways if turn % 2 else list(reversed(ways)):
-            seconds = await _sample(bench, way)
-            if turn >= _WARMUPS:
-                samples[way.name].append(seconds)
-        turn += 1
-        if turn == _WARMUPS:
-            fitting = round(bench.sizes.seconds / max(perf_counter() - began, 1e-6))
-            rounds = _WARMUPS + await bench.coll.broadcast(min(most, max(_LEAST, fitting)))
-    return samples
-
-
-async def _sample(bench: Bench, way: Way) -> float:
-    way.prepare()
-    torch.cuda.synchronize(bench.device)
-    await bench.session.fence()
-    began = perf_counter()
-    for _ in range(way.batch):
-        await way.once()
-    if way.queues:
-        torch.cuda.synchronize(bench.device)
-    return (perf_counter() - began) / way.batch
+async def in_turns(bench: Bench, ways: Sequence[Way], rounds: int | None = None) -> dict[str, list[float]]:
+    """Return the seconds of each way's `once`, a list of samples by name; `rounds` defaults to `Sizes.rounds`."""
+    contenders = [Contender(way.name, way.sample, awaited=True, overwrite=way.prepare) for way in ways]
+    samples = await interleaved(contenders, bench.fence, Pace(rounds or bench.sizes.rounds, 1, _WARMUPS))
+    return {way.name: [seconds / way.batch for seconds in samples[way.name]] for way in ways}
 
 
 def median(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -124,9 +136,9 @@ def median(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def spin_rate(wake: float = 0.2) -> float:
-    """Return how many cycles a second the kernel of `torch.cuda._sleep` counts on the current device.
+    """Return the cycles a second that the kernel of `torch.cuda._sleep` counts on the current device.
 
-    An idle device has raised its clock after `wake` seconds of work.
+    An idle device raises its clock during `wake` seconds of work.
     """
     until = perf_counter() + wake
     while perf_counter() < until:
@@ -153,22 +165,13 @@ def _probe() -> float:
 
 
 def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Return what lay between two events, which are over and were made with `enable_timing`."""
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds * 1e-3
-
-
-def poison(device: torch.device, nbytes: int) -> None:
-    """Leave so much free memory on `device` full of NaN, for the code that allocates next."""
-    torch.full((nbytes // 4,), float("nan"), device=device)
-    torch.cuda.synchronize(device)
+    """Return the time between two recorded events, which were made with `enable_timing`."""
+    return float(begin.elapsed_time(end)) * 1e-3
 
 
 def check(what: str, found: Tensor, expected: Tensor, *, rtol: float, atol: float) -> None:
-    """Raise WrongResult unless `found`, from a device, is `expected`, in float64 on the CPU."""
+    """Raise WrongResult unless `found`, on a device, equals `expected`, in float64 on the CPU."""
     here = found.detach().cpu().double()
-    if here.shape != expected.shape:
-        raise WrongResult(f"{what}: {list(here.shape)}, expected {list(expected.shape)}")
     wrong = ~torch.isclose(here, expected, rtol=rtol, atol=atol)  # NaN is far from everything
     if count := int(wrong.sum()):
         first = int(wrong.flatten().nonzero()[0])

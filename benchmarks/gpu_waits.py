@@ -1,4 +1,4 @@
-"""What waiting for a CUDA device costs on the host, and on the device itself."""
+"""The cost of waiting for a CUDA device, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -9,93 +9,94 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from time import perf_counter, process_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiodist.backends import nccl
 from aiodist.backends.nccl.library import IN_PROGRESS
-from aiodist.errors import BackendUnavailable
 from aiodist.handles import gather
 from aiodist.streams import CudaStream
-from benchmarks.gpu_cases import Measured
-from benchmarks.gpu_turns import (
-    Bench,
-    NotPossible,
-    Way,
-    check,
-    in_turns,
-    median,
-    poison,
-    seconds_between,
-    spin_rate,
-)
+from benchmarks.gpu_turns import Bench, Way, in_turns, median, seconds_between, spin_rate
 
-__all__ = ["behind_a_kernel", "finished_soon", "nccl_overhead", "parked"]
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
 
-_NUMEL = 1 << 20
+__all__ = ["measure"]
+
 _SMALL_NUMEL = 256
-_NCCL_TIMES = ("await", "issue", "flight")
-_TRIES = 10
+_WARMUPS = 10
 
 
-async def finished_soon(bench: Bench) -> Measured:
-    """Measure the await of an event behind a short kernel, from the launch on, beside `event.synchronize`."""
-    await _check_order(bench, _awaited)
-    ahead, cycles = _cycles(bench)
-    stream, event, events = CudaStream(), torch.cuda.Event(), _timing_events()
-    kernels: list[float] = []
+async def measure(session: Session) -> list[Record]:
+    """Measure the case of the session."""
+    cases = {"await": _finished_soon, "parked": _parked, "wait_stream": _after_a_kernel, "nccl_overhead": _nccl}
+    return await cases[session.plan.op](Bench.of(session))
+
+
+class _Kernels:
+    """Two kernels of known length: a long one, during which the second one is queued and timed."""
+
+    def __init__(self, bench: Bench) -> None:
+        rate = spin_rate(bench.sizes.wake)
+        self.ahead = max(1, round(rate * bench.sizes.ahead))
+        """The length of the first kernel, in cycles."""
+        self.cycles = max(1, round(rate * bench.sizes.kernel))
+        """The length of the second kernel, in cycles."""
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    async def gap(
+        self, first: torch.cuda.Stream, order: Callable[[], Awaitable[None]], second: torch.cuda.Stream
+    ) -> float:
+        """Return seconds from the end of the first kernel to the end of the second one, which `order` lets start."""
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(self.ahead)
+            self._begin.record(first)
+        await order()
+        with torch.cuda.stream(second):
+            torch.cuda._sleep(self.cycles)
+            self._end.record(second)
+        self._end.synchronize()
+        return seconds_between(self._begin, self._end)
+
+    async def alone(self, stream: torch.cuda.Stream) -> float:
+        """Return the seconds of the second kernel."""
+        return await self.gap(stream, _no_order, stream)
+
+
+async def _no_order() -> None:
+    pass
+
+
+async def _finished_soon(bench: Bench) -> list[Record]:
+    """Measure the await of an event after a short kernel, from the launch on, and `event.synchronize`."""
+    kernels, stream, event = _Kernels(bench), CudaStream(), torch.cuda.Event()
+    alone: list[float] = []
 
     async def awaited() -> None:
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(kernels.cycles)
         await stream.record()
 
     async def blocking() -> None:
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(kernels.cycles)
         event.record()
         event.synchronize()
 
-    async def alone() -> None:
-        kernels.append(_kernel_alone(stream.stream, (ahead, cycles), events))
+    async def kernel() -> None:
+        alone.append(await kernels.alone(stream.stream))
 
-    ways = [
-        Way("await", awaited, queues=False),
-        Way("blocking", blocking, queues=False),
-        Way("kernel", alone, queues=False),
-    ]
+    calls = {"await": awaited, "blocking": blocking, "kernel": kernel}
+    ways = [Way(name, once, queues=False) for name, once in calls.items()]
     samples = await in_turns(bench, ways, bench.sizes.waits)
-    samples["kernel"] = kernels[-len(samples["kernel"]) :]  # as the device timed it
+    samples["kernel"] = alone[-len(samples["kernel"]) :]  # the device's own times
     seconds = median(samples)
     values = {name: (seconds[name] - seconds["kernel"]) * 1e6 for name in ("await", "blocking")}
-    return Measured(values, records=await bench.session.timed("gpu_await", None, samples))
+    return [*await bench.session.timed("gpu_await", None, samples), *bench.values(**values)]
 
 
-def _cycles(bench: Bench) -> tuple[int, int]:
-    """Return how long the kernel `ahead` and the one that is measured count."""
-    rate = spin_rate(bench.sizes.wake)
-    return max(1, round(rate * bench.sizes.ahead)), max(1, round(rate * bench.sizes.kernel))
-
-
-def _timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-def _kernel_alone(
-    stream: torch.cuda.Stream, cycles: tuple[int, int], events: tuple[torch.cuda.Event, torch.cuda.Event]
-) -> float:
-    """Return what the second kernel takes by itself, queued with its events while the first one runs."""
-    begin, end = events
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(cycles[0])
-        begin.record(stream)
-        torch.cuda._sleep(cycles[1])
-        end.record(stream)
-    end.synchronize()
-    return seconds_between(begin, end)
-
-
-async def parked(bench: Bench) -> Measured:
-    """Measure the CPU that all threads of the process take while a long kernel is awaited."""
+async def _parked(bench: Bench) -> list[Record]:
+    """Measure the CPU time of all threads of the process while a long kernel is awaited."""
     cycles = max(1, round(spin_rate(bench.sizes.wake) * bench.sizes.long_kernel))
     stream = CudaStream()
     shares = []
@@ -105,98 +106,41 @@ async def parked(bench: Bench) -> Measured:
         began, used = perf_counter(), process_time()
         await handle
         shares.append((process_time() - used) / (perf_counter() - began))
-    return Measured({"cpu": statistics.median(shares)})
+    return bench.values(cpu=statistics.median(shares))
 
 
-# --- streams ---------------------------------------------------------------------------------------------------
-
-_Order = Callable[[CudaStream, torch.cuda.Stream], Awaitable[None]]
-
-
-async def _awaited(first: CudaStream, second: torch.cuda.Stream) -> None:
-    await first.record()
-
-
-async def waited_for(first: CudaStream, second: torch.cuda.Stream) -> None:
-    first.record().wait_stream(second)
-
-
-async def _by_event(first: CudaStream, second: torch.cuda.Stream) -> None:
-    second.wait_event(first.stream.record_event())
-
-
-async def behind_a_kernel(bench: Bench) -> Measured:
-    """Measure the time on the device from the end of a kernel to the begin of one on another stream behind it."""
-    await _check_order(bench, waited_for)
+async def _after_a_kernel(bench: Bench) -> list[Record]:
+    """Measure the time on the device between a kernel and a later one on another stream."""
     first, second = CudaStream.of("compute"), torch.cuda.Stream()
-    cycles, events = _cycles(bench), _timing_events()
-    orders: dict[str, _Order] = {"wait_stream": waited_for, "wait_event": _by_event, "await": _awaited}
-    gaps: dict[str, list[float]] = {name: [] for name in orders}
-    alone: list[float] = []
-    for turn in range(_TRIES + bench.sizes.waits // 5):
-        for name, order in orders.items():
-            seconds = await _pair(first, second, order, cycles, events)
-            if turn >= _TRIES:
-                gaps[name].append(seconds)
-        kernel = _kernel_alone(second, cycles, events)
-        if turn >= _TRIES:
-            alone.append(kernel)
-    kernel = statistics.median(alone)
-    values = {name: (seconds - kernel) * 1e6 for name, seconds in median(gaps).items()}
-    records = await bench.session.timed("gpu_gap", None, {**gaps, "kernel": alone})
-    return Measured(values, records=records)
+    kernels = _Kernels(bench)
 
+    async def wait_stream() -> None:
+        first.record().wait_stream(second)
 
-async def _pair(
-    first: CudaStream,
-    second: torch.cuda.Stream,
-    order: _Order,
-    cycles: tuple[int, int],
-    events: tuple[torch.cuda.Event, torch.cuda.Event],
-) -> float:
-    """Return seconds from the end of a kernel on `first` to the end of one on `second`."""
-    begin, end = events
-    with torch.cuda.stream(first.stream):
-        torch.cuda._sleep(cycles[0])
-        begin.record(first.stream)
-    await order(first, second)
-    with torch.cuda.stream(second):
-        torch.cuda._sleep(cycles[1])
-        end.record(second)
-    end.synchronize()
-    return seconds_between(begin, end)
+    async def wait_event() -> None:
+        second.wait_event(first.stream.record_event())
 
+    async def awaited() -> None:
+        await first.record()
 
-async def _check_order(bench: Bench, order: _Order) -> None:
-    """Compute on one stream, behind a kernel, and go on at once on another; in memory that held NaN."""
-    first, second = CudaStream.of("compute"), torch.cuda.Stream()
-    cycles, _ = _cycles(bench)
-    generator = torch.Generator().manual_seed(await bench.seed())
-    for _ in range(_TRIES):
-        host = torch.randn(_NUMEL // _TRIES, generator=generator)
-        x = host.to(bench.device)
-        y = torch.full_like(x, float("nan"))
-        poison(bench.device, x.nbytes)
-        torch.cuda.synchronize(bench.device)
-        with torch.cuda.stream(first.stream):
-            torch.cuda._sleep(cycles)
-            torch.mul(x, 3.0, out=y)
-        await order(first, second)
-        with torch.cuda.stream(second):
-            z = y + x
-        second.synchronize()
-        check(f"a kernel behind {order.__name__.strip('_')}", z, host.double() * 4, rtol=1e-6, atol=1e-6)
+    orders = {"wait_stream": wait_stream, "wait_event": wait_event, "await": awaited}
+    samples: dict[str, list[float]] = {name: [] for name in (*orders, "kernel")}
+    for turn in range(_WARMUPS + bench.sizes.waits // 5):
+        found = {name: await kernels.gap(first.stream, order, second) for name, order in orders.items()}
+        found["kernel"] = await kernels.alone(second)
+        for name, seconds in found.items() if turn >= _WARMUPS else ():
+            samples[name].append(seconds)
+    medians = median(samples)
+    values = {name: (medians[name] - medians["kernel"]) * 1e6 for name in orders}
+    return [*await bench.session.timed("gpu_gap", None, samples), *bench.values(**values)]
 
 
 # --- NCCL ------------------------------------------------------------------------------------------------------
 
 
-async def nccl_overhead(bench: Bench) -> Measured:
-    """Measure small allreduces of one rank by NCCL beside nccl4py's own calls: issued, in flight, and awaited."""
-    try:
-        library = nccl.load()
-    except BackendUnavailable as why:
-        raise NotPossible(str(why)) from None
+async def _nccl(bench: Bench) -> list[Record]:
+    """Measure small allreduces of one rank by NCCL, of aiodist and of nccl4py: issued, in flight, and awaited."""
+    library = nccl.load()
     ours: Any = partial(bench.coll.allreduce, impl="nccl")
     comm = library.connect(1, 0, library.unique_id(), threading.Event())
     stream = torch.cuda.Stream()
@@ -207,23 +151,20 @@ async def nccl_overhead(bench: Bench) -> Measured:
             pass
 
     try:
-        await _check_nccl(bench, ours)
         samples = await _nccl_samples(bench, ours, theirs, stream)
     finally:
-        with suppress(Exception):  # what went wrong before is the one to tell
+        with suppress(Exception):  # an earlier error is the one to report
             await asyncio.to_thread(library.close, comm, 5.0)
     seconds = median(samples)
-    values = {name: (seconds[f"aiodist:{name}"] - seconds[f"nccl4py:{name}"]) * 1e6 for name in _NCCL_TIMES}
-    return Measured(values, records=await bench.session.timed("gpu_nccl", _SMALL_NUMEL * 4, samples))
+    times = ("await", "issue", "flight")
+    values = {name: (seconds[f"aiodist:{name}"] - seconds[f"nccl4py:{name}"]) * 1e6 for name in times}
+    return [*await bench.session.timed("gpu_nccl", _SMALL_NUMEL * 4, samples), *bench.values(**values)]
 
 
 async def _nccl_samples(
-    bench: Bench,
-    ours: Any,  # noqa: ANN401
-    theirs: Callable[[torch.Tensor], None],
-    stream: torch.cuda.Stream,
+    bench: Bench, ours: Callable[..., Any], theirs: Callable[..., None], stream: torch.cuda.Stream
 ) -> dict[str, list[float]]:
-    """Return seconds of one allreduce; both sides wait until the device is done, each time or once for all."""
+    """Return seconds of one allreduce; both sides wait for the device, each time or once for all."""
     count = bench.sizes.flight
     mine = [torch.ones(_SMALL_NUMEL, device=bench.device) for _ in range(count)]
     others = [t.clone() for t in mine]
@@ -261,10 +202,3 @@ async def _nccl_samples(
         samples[f"{name}:issue"] = [seconds / count for seconds in found[-len(flights) :]]
         samples[f"{name}:flight"] = [seconds / count for seconds in flights]
     return samples
-
-
-async def _check_nccl(bench: Bench, ours: Any) -> None:  # noqa: ANN401
-    host = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(await bench.seed()))
-    t = torch.full((_NUMEL,), float("nan"), device=bench.device)
-    t.copy_(host)
-    check("allreduce of one rank by NCCL", await ours(t), host.double(), rtol=0.0, atol=0.0)

@@ -1,4 +1,4 @@
-"""`bench gpu`: its cases run on simulated devices, so that their code has run before it meets a GPU."""
+"""`benchmarks gpu`: its cases run on simulated devices, so that their code has run before it meets a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +20,21 @@ import aiodist
 from aiodist.backends import nccl
 from aiodist.bench import peers
 from aiodist.bench.plan import Plan
+from aiodist.bench.records import Record, dumps
 from aiodist.bench.session import Session
 from aiodist.launch import commands as launcher
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import (
-    gpu,
-    gpu_cases,
-    gpu_reductions,
-    gpu_report,
-    gpu_training,
-    gpu_turns,
-    gpu_waits,
-    gpu_worker,
-)
-from benchmarks.gpu import Limits, Run
-from benchmarks.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, State, Todo
-from benchmarks.gpu_notes import read_notes
-from benchmarks.gpu_turns import Bench, NotPossible, WrongResult
+from benchmarks import gpu, gpu_reductions, gpu_training, gpu_turns
+from benchmarks.gpu import CASES, verdicts
+from benchmarks.gpu_turns import QUICK, Bench, WrongResult
 from tests.support.fake_nccl.core import FakeNccl
 from tests.support.simulated_cuda.device import SimulatedCuda, active
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
 TINY = replace(
     QUICK, allreduce_bytes=4 << 10, ahead=1e-4, long_kernel=1e-2, waits=5, flight=3, width=8, layers=1, batches=3,
-    rounds=1, batch=1, seconds=0.0, samples=1, wake=0.0,
+    rounds=1, batch=1, samples=1, wake=0.0,
 )  # fmt: skip
 
 
@@ -53,32 +43,37 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     """One device with all that the cases call."""
     with simulated_cuda(devices=1, delay=2e-5) as device:
         monkeypatch.setattr(torch.cuda, "_sleep", spin)
-        monkeypatch.setattr(gpu_training, "CHECKED", replace(TINY, words=9, window=3))
         yield device
         assert not device.hazards
 
 
 def spin(cycles: int) -> None:
-    """As the kernel of that name, at 20 GHz."""
+    """Stands in for the kernel of that name, at 20 GHz."""
     active().current_stream().lane.put(partial(time.sleep, cycles / 20e9))
 
 
-def measured(name: str, sizes: Sizes = TINY) -> list[Measured]:
+def measured(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[Record]]:
     """Measure a case with its ranks in this process."""
     case = CASES[name]
+    monkeypatch.setattr(gpu_turns, "QUICK", TINY)
+    plan = Plan(name, case.ranks or 2, (), (), own={"quick": True})
 
-    async def main() -> Measured:
+    async def main() -> list[Record]:
         async with aiodist.init() as coll:
-            bench = Bench(Session(Plan("gpu", coll.size, (), ()), coll, (), (), coll.barrier), sizes)
-            return await gpu_worker.measure_case(bench, case)
+            found: list[Record] = await import_module(case.module).measure(Session(plan, coll, (), (), coll.barrier))
+            return found
 
-    return run_ranks(case.ranks or 2, main, timeout=None)
+    return run_ranks(plan.ranks, main, timeout=None)
 
 
-def check_values(name: str, result: Measured) -> None:
-    case = CASES[name]
-    assert set(result.values) == {line.name for line in case.lines}
-    assert all(math.isfinite(value) for value in result.values.values())
+def values(name: str, records: list[Record]) -> dict[str, float]:
+    return {record.impl: record.value for record in records if record.op == name and record.value is not None}
+
+
+def check_values(name: str, records: list[Record]) -> None:
+    found = values(name, records)
+    assert set(found) == set(CASES[name].figures)
+    assert all(math.isfinite(value) for value in found.values())
 
 
 # --- the cases ------------------------------------------------------------------------------------------------
@@ -86,18 +81,9 @@ def check_values(name: str, result: Measured) -> None:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["await", "parked", "wait_stream", "train", "prefetch"])
-def test_s2_bench_gpu_cases_of_one_rank_run(name: str, device: SimulatedCuda) -> None:
-    (result,) = measured(name)
-    check_values(name, result)
-
-
-def test_s2_bench_gpu_the_kernel_is_what_was_measured(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock went down since it was measured: kernels take 500 times as long as they should."""
-    monkeypatch.setattr(gpu_waits, "spin_rate", lambda wake: 500 * 20e9)
-    (result,) = measured("await", replace(TINY, ahead=1e-6))
-    took = {record.impl: record.seconds or 0.0 for record in result.records}
-    assert took["kernel"] >= 500 * TINY.kernel
-    assert result.values == {name: (took[name] - took["kernel"]) * 1e6 for name in ("await", "blocking")}
+def test_s2_bench_gpu_cases_of_one_rank_run(name: str, device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    (records,) = measured(monkeypatch, name)
+    check_values(name, records)
 
 
 class Waking:
@@ -155,28 +141,27 @@ def test_s2_bench_gpu_a_clock_that_never_rests_is_taken_as_it_is(monkeypatch: py
 def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for torch's process group, of which a process has one: it blocks, which ranks of one thread may not."""
 
-    @asynccontextmanager
-    async def opened(names: list[str], coll: aiodist.Communicator) -> AsyncIterator[None]:
-        assert names == ["gloo"]
-        yield
-
     async def by_gloo(bench: Bench, ts: Sequence[torch.Tensor]) -> None:
         for t in ts:
             await bench.coll.allreduce(t, impl="ring")
 
-    monkeypatch.setattr(gpu_reductions, "opened", opened)
     monkeypatch.setattr(gpu_reductions, "by_gloo", by_gloo)
-    monkeypatch.setattr(gpu_training, "opened", opened)
-    monkeypatch.setattr(gpu_training, "by_ddp", lambda bench, model: gpu_training.plain_loop(model))
+    monkeypatch.setattr(gpu_training, "by_ddp", lambda bench: gpu_training.plain_loop(model(bench)))
+
+
+def model(bench: Bench) -> torch.nn.Module:
+    return gpu_training.Language(TINY).to(bench.device, torch.bfloat16)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["allreduce_2", "allreduce_4", "train_4"])
-def test_s2_bench_gpu_cases_of_several_ranks_run(name: str, device: SimulatedCuda, gloo: None) -> None:
-    first, *others = measured(name)
+def test_s2_bench_gpu_cases_of_several_ranks_run(
+    name: str, device: SimulatedCuda, gloo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = measured(monkeypatch, name)
     check_values(name, first)
-    assert all(not other.records for other in others)
-    assert {record.ranks for record in first.records} == {CASES[name].ranks}
+    assert not any(others)
+    assert {record.ranks for record in first} == {CASES[name].ranks}
 
 
 @pytest.fixture
@@ -184,69 +169,61 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch, device: SimulatedCuda) -> Iterato
     library = FakeNccl()
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-    monkeypatch.setattr(nccl, "unconnectable", lambda places, found, shared: None)  # it is told that ranks may share
+    monkeypatch.setattr(nccl, "unconnectable", lambda places, found, shared: None)  # ranks may share a device
     yield library
     assert not library.violations
 
 
 @pytest.mark.parametrize("name", ["nccl_overhead", "nccl_2"])
-def test_s2_bench_gpu_beside_nccl(name: str, fake_nccl: FakeNccl) -> None:
-    first, *_ = measured(name)
+def test_s2_bench_gpu_and_nccl(name: str, fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = measured(monkeypatch, name)
     check_values(name, first)
     assert fake_nccl.communicators
-    took = {record.impl: record.seconds or 0.0 for record in first.records}
-    for way in ("await", "issue", "flight") if name == "nccl_overhead" else ():  # beside NCCL's own calls
-        assert first.values[way] == pytest.approx((took[f"aiodist:{way}"] - took[f"nccl4py:{way}"]) * 1e6)
+    took = {record.impl: record.seconds or 0.0 for record in first}
+    for way in ("await", "issue", "flight") if name == "nccl_overhead" else ():  # compared with NCCL's own calls
+        assert values(name, first)[way] == pytest.approx((took[f"aiodist:{way}"] - took[f"nccl4py:{way}"]) * 1e6)
 
 
 @pytest.mark.parametrize("name", ["nccl_overhead", "nccl_2"])
-def test_s2_bench_gpu_says_why_nccl_is_not_there(name: str, device: SimulatedCuda) -> None:
-    with pytest.raises(NotPossible, match="this one is simulated"):
-        measured(name)
+def test_s2_bench_gpu_says_why_nccl_is_missing(
+    name: str, device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(aiodist.BackendUnavailable, match="this one is simulated"):
+        measured(monkeypatch, name)
 
 
 def test_s2_bench_gpu_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "allreduce_devices"
     with simulated_cuda(devices=2, delay=2e-5):
-        first, _ = measured("allreduce_devices")
-    assert set(first.values) == {"staged"}
-    assert "this one is simulated" in first.missing["nccl"]
-    (without, with_value) = gpu_cases.figures(CASES["allreduce_devices"], first.values, first.missing)
-    assert (without.state, with_value.state) == (State.NOT_POSSIBLE, State.SEEN)
+        first, _ = measured(monkeypatch, name)
+    assert set(values(name, first)) == {"staged"}
+    without, with_value = verdicts(CASES[name], [record.to_dict() for record in first], "not possible here")
+    assert (without.reached, without.why) == (False, "not possible here")
+    assert with_value.reached
 
 
-def test_s2_bench_gpu_results_are_looked_at(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A contender that goes on too soon, or computes something else, is refused."""
-
-    async def too_soon(first: Any, second: Any) -> None: ...
-
-    monkeypatch.setattr(gpu_waits, "waited_for", too_soon)
-    with pytest.raises(WrongResult, match="is nan, expected"):
-        measured("wait_stream", replace(TINY, ahead=20e-3))
-    torch.cuda.synchronize()  # what it had queued uses memory that was given back
-    device.hazards.clear()
-
-    def twice(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
-        return loss if net(x).dtype is torch.float64 else 2 * loss
-
-    monkeypatch.setattr(gpu_training, "loss", twice)
-    with pytest.raises(WrongResult, match="after 3 steps"):
-        measured("train")
-
-
-def test_s2_bench_gpu_checks_every_element() -> None:
+def test_s2_bench_gpu_checks_every_element(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.arange(10.0, dtype=torch.float64)
     gpu_turns.check("t", expected.float(), expected, rtol=1e-6, atol=0.0)
     wrong = expected.float()
     wrong[3] = float("nan")
     with pytest.raises(WrongResult, match="t: 1 of 10 elements are wrong; number 3 is nan, expected 3"):
         gpu_turns.check("t", wrong, expected, rtol=1e-6, atol=0.0)
-    with pytest.raises(WrongResult, match="expected"):
-        gpu_turns.check("t", wrong[:5], expected, rtol=1e-6, atol=0.0)
+
+    def by_nothing(bench: Bench, impl: str) -> Callable[..., Awaitable[None]]:
+        async def reduce(ts: Sequence[torch.Tensor]) -> None: ...
+
+        return reduce
+
+    monkeypatch.setattr(gpu_reductions, "by_aiodist", by_nothing)
+    with pytest.raises(WrongResult, match="allreduce of 2 ranks by cuda_ipc"):
+        measured(monkeypatch, "allreduce_2")
+    torch.cuda.synchronize()
+    device.hazards.clear()
 
 
-def test_s2_bench_gpu_gloo_reduces_what_lies_on_a_device(device: SimulatedCuda) -> None:
-    """The way itself, on the one rank that a process can have in a group of torch's."""
+def test_s2_bench_gpu_gloo_reduces_tensors_on_a_device(device: SimulatedCuda) -> None:
+    """gloo itself, on the one rank that a process can have in a group of torch's."""
 
     async def main() -> list[float]:
         async with aiodist.init() as coll, peers.opened(["gloo"], coll):
@@ -259,289 +236,109 @@ def test_s2_bench_gpu_gloo_reduces_what_lies_on_a_device(device: SimulatedCuda) 
     assert run_ranks(1, main) == [[2.0] * 6]
 
 
-# --- what the ranks write down ------------------------------------------------------------------------------
-
-
-def test_s2_bench_gpu_worker_notes_each_case(
-    device: SimulatedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_cases, "QUICK", TINY)
-    cases = ("parked", "nccl_overhead", "wait_stream")
-    until = time.time() + 10_000
-    run_ranks(1, partial(gpu_worker.measure, Todo(cases, str(tmp_path), until, quick=True)), timeout=None)
-    notes = read_notes(tmp_path)
-    assert notes.machine["device"] == "simulated CUDA device 0"
-    assert (notes.began, notes.running) == (set(cases), None)
-    assert set(notes.results["parked"]["values"]) == {"cpu"}
-    assert "this one is simulated" in notes.results["nccl_overhead"]["not_possible"]
-    assert notes.results["wait_stream"]["records"]
-
-
-def test_s2_bench_gpu_worker_begins_nothing_that_may_end_too_late(device: SimulatedCuda, tmp_path: Path) -> None:
-    todo = Todo(("parked",), str(tmp_path), time.time() + 5, quick=True)
-    run_ranks(1, partial(gpu_worker.measure, Todo.from_json(todo.to_json())), timeout=None)
-    assert "it may take 15" in read_notes(tmp_path).results["parked"]["late"]
-
-
-def test_s2_bench_gpu_worker_tells_who_failed(
-    device: SimulatedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fails(bench: Bench) -> Measured:
-        if bench.coll.rank == 1:
-            raise ValueError("too hot")
-        await bench.coll.barrier()
-        return Measured()
-
-    monkeypatch.setattr(gpu_reductions, "beside_copies", fails)
-    todo = Todo(("allreduce_2",), str(tmp_path), time.time() + 10_000, quick=True)
-    with pytest.raises(ValueError, match="too hot"):
-        run_ranks(2, partial(gpu_worker.measure, todo), timeout=None)
-    assert read_notes(tmp_path).error_of("allreduce_2") == "rank 1: ValueError: too hot"
-
-
-def test_s2_bench_gpu_notes_that_are_cut_off(tmp_path: Path) -> None:
-    (tmp_path / "0.jsonl").write_text('{"case": "await", "began": 5.0}\n{"case": "await", "val')
-    (tmp_path / "1.jsonl").write_text(
-        '{"case": "await", "error": "PeerLost: rank 2", "peers": true}\n{"case": "await", "began": 6.0}\n'
-    )
-    (tmp_path / "2.jsonl").write_text('{"case": "await", "error": "ValueError: no", "peers": false}\n')
-    notes = read_notes(tmp_path)
-    assert (notes.running, notes.results) == (("await", 5.0), {})
-    assert notes.error_of("await") == "rank 2: ValueError: no"
-    assert notes.error_of("parked") is None
-
-
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-Job = Callable[[Todo], Awaitable[int]]
-
-
 class Jobs:
-    """Stands in for the launcher: each job does what a function says."""
+    """Stands in for the launcher: each job ends with an exit code, after rank 0 wrote its figures."""
 
-    def __init__(self, *jobs: Job) -> None:
-        self.jobs = list(jobs)
-        self.seen: list[tuple[tuple[str, ...], int, bool, bool]] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **codes: int) -> None:
+        self.codes = codes
+        self.seen: list[launcher.Job] = []
+        monkeypatch.setattr("aiodist.launch.job.run", self.run)
 
-    def __call__(self, todo: Todo, ranks: int, *, shares: bool, together: bool) -> Awaitable[int]:
-        self.seen.append((todo.cases, ranks, shares, together))
-        return (self.jobs.pop(0) if self.jobs else all_well)(todo)
-
-
-def say(todo: Todo, **event: Any) -> None:
-    with (Path(todo.folder) / "0.jsonl").open("a") as file:
-        file.write(json.dumps(event) + "\n")
-
-
-def well(todo: Todo, name: str) -> None:
-    say(todo, case=name, began=time.time())
-    values = {line.name: line.target if line.target is not None else 1.0 for line in CASES[name].lines}
-    say(todo, case=name, values=values, missing={}, records=[{"op": name}])
-
-
-async def all_well(todo: Todo) -> int:
-    say(todo, machine={"device": "H200"})
-    for name in todo.cases:
-        well(todo, name)
-    return 0
-
-
-def run_of(*names: str, jobs: Jobs, devices: int = 1, seconds: float = 1000.0, limits: Limits | None = None) -> Run:
-    cases = [CASES[name] for name in names]
-    limits = limits or Limits(look=0.005)
-    return Run(cases, devices, time.time() + seconds, quick=True, start=jobs, limits=limits)
-
-
-def states(found: list[Figure]) -> dict[str, set[str]]:
-    said: dict[str, set[str]] = {}
-    for figure in found:
-        said.setdefault(figure.case, set()).add(str(figure.state))
-    return said
-
-
-def test_s2_bench_gpu_groups_cases_by_job() -> None:
-    jobs = Jobs()
-    run = run_of(*CASES, jobs=jobs, devices=3)
-    found = asyncio.run(run.all())
-    assert [figure.case for figure in found] == [case.name for case in CASES.values() for _ in case.lines]
-    assert {figure.state for figure in found} == {State.REACHED, State.SEEN}
-    assert jobs.seen == [
-        (("await", "parked", "wait_stream", "nccl_overhead", "train", "prefetch"), 1, False, True),
-        (("allreduce_2",), 2, False, True),
-        (("allreduce_4", "train_4"), 4, False, True),
-        (("nccl_2",), 2, True, True),
-        (("nccl_4",), 4, True, True),
-        (("allreduce_devices",), 3, False, False),
-    ]
-    assert [record["op"] for record in run.records] == list(CASES)
-
-
-def test_s2_bench_gpu_goes_on_after_a_crash() -> None:
-    async def crashes(todo: Todo) -> int:
-        well(todo, "await")
-        say(todo, case="parked", began=time.time())
-        return 139
-
-    async def fails(todo: Todo) -> int:
-        say(todo, case="wait_stream", began=time.time())
-        say(todo, case="wait_stream", error="ValueError: no", peers=False)
-        return 1
-
-    jobs = Jobs(crashes, fails)
-    found = asyncio.run(run_of("await", "parked", "wait_stream", "train", jobs=jobs).all())
-    assert states(found) == {
-        "await": {"yes", "no target"}, "parked": {"FAILED"}, "wait_stream": {"FAILED"}, "train": {"yes"},
-    }  # fmt: skip
-    why = {figure.case: figure.why for figure in found}
-    assert "exit code 139" in why["parked"]
-    assert why["wait_stream"] == "rank 0: ValueError: no"
-    assert [cases for cases, *_ in jobs.seen][1:] == [("wait_stream", "train"), ("train",)]
-
-
-def test_s2_bench_gpu_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
-
-    async def hangs(todo: Todo) -> int:
-        say(todo, case="allreduce_4", began=time.time() - CASES["allreduce_4"].seconds)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(todo.cases)
+    async def run(self, job: launcher.Job) -> int:
+        self.seen.append(job)
+        plan = Plan.from_json(job.command[-1])
+        if code := self.codes.get(plan.op, 0):
+            return code
+        figures = CASES[plan.op].figures
+        targets = {name: 1.0 if one.target is None else one.target for name, one in figures.items()}
+        self.write(plan, [Record(plan.op, name, 1, value=value) for name, value in targets.items()])
         return 0
 
-    async def never_begins(todo: Todo) -> int:
-        await asyncio.Event().wait()
-        return 0
+    def write(self, plan: Plan, records: list[Record]) -> None:
+        assert plan.json is not None
+        Path(plan.json).write_text(dumps(records))
 
-    async def main() -> list[Figure]:
-        jobs = Jobs(hangs, all_well, never_begins)
-        limits = Limits(start=0.02, grace=0.02, look=0.005)
-        async with asyncio.timeout(10):
-            return await run_of("allreduce_4", "train_4", "nccl_2", jobs=jobs, limits=limits).all()
-
-    found = asyncio.run(main())
-    assert states(found) == {"allreduce_4": {"FAILED"}, "train_4": {"yes"}, "nccl_2": {"FAILED"}}
-    assert ended == [("allreduce_4", "train_4")]
-    assert "not over after" in found[0].why
-    assert "had not begun" in found[-1].why
+    @property
+    def names(self) -> list[str]:
+        return [Plan.from_json(job.command[-1]).op for job in self.seen]
 
 
-def test_s2_bench_gpu_stops_where_it_is_told_to() -> None:
-    async def stopped(todo: Todo) -> int:
-        say(todo, case="await", began=time.time())
-        return 130
-
-    jobs = Jobs(stopped)
-    found = asyncio.run(run_of("await", "parked", "nccl_2", jobs=jobs).all())
-    assert states(found) == {"await": {"FAILED"}, "parked": {"not measured"}, "nccl_2": {"not measured"}}
-    assert len(jobs.seen) == 1
+def run(*names: str, seconds: float = 10_000.0) -> dict[str, str]:
+    """Run cases; return a state of each: its reason for missing values, or yes or no."""
+    plans = [Plan(name, CASES[name].ranks or 3, ("auto",), (), module=CASES[name].module) for name in names]
+    found, _ = asyncio.run(gpu.measured(plans, time.monotonic() + seconds, "none", "GPU-a"))
+    return {
+        name: one[0].why or ("yes" if all(verdict.reached for verdict in one) else "no") for name, one in found.items()
+    }
 
 
-def test_s2_bench_gpu_tells_ranks_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    async def run(one: launcher.Job) -> int:
-        started.append(one)
-        return 0
-
-    monkeypatch.setattr("aiodist.launch.job.run", run)
-    todo = Todo(("nccl_2",), "folder", 5.0, quick=True)
-
-    async def main() -> None:
-        start = gpu.Jobs("none", "GPU-a")
-        await start(todo, 2, shares=True, together=True)
-        await start(todo, 8, shares=False, together=False)
-
-    asyncio.run(main())
-    assert [(one.ranks, one.mpi, one.prefix) for one in started] == [(2, "none", False), (8, "none", False)]
-    assert started[0].exports == ("NCCL_MULTI_RANK_GPU_ENABLE=1", "CUDA_VISIBLE_DEVICES=GPU-a")
-    assert started[1].exports == ("NCCL_MULTI_RANK_GPU_ENABLE=0",)
-    assert started[0].command[:2] == ("-m", gpu_worker.__name__)
-    assert Todo.from_json(started[0].command[2]) == todo
+def test_s2_bench_gpu_starts_a_job_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch)
+    assert run(*CASES) == dict.fromkeys(CASES, "yes")
+    assert jobs.names == list(CASES)
+    by_name = dict(zip(jobs.names, jobs.seen, strict=True))
+    assert by_name["nccl_2"].exports == ("NCCL_MULTI_RANK_GPU_ENABLE=1", "CUDA_VISIBLE_DEVICES=GPU-a")
+    assert by_name["train_4"].exports == ("NCCL_MULTI_RANK_GPU_ENABLE=0", "CUDA_VISIBLE_DEVICES=GPU-a")
+    several = by_name["allreduce_devices"]
+    assert (several.exports, several.ranks, several.mpi) == (("NCCL_MULTI_RANK_GPU_ENABLE=0",), 3, "none")
+    assert all(job.timeout for job in jobs.seen)
 
 
-def test_s2_bench_gpu_begins_nothing_without_time() -> None:
-    jobs = Jobs()
-    found = asyncio.run(run_of("await", "train_4", jobs=jobs, seconds=30.0).all())
-    assert states(found) == {"await": {"yes", "no target"}, "train_4": {"not measured"}}
-    assert len(jobs.seen) == 1
+def test_s2_bench_gpu_continues_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch, parked=139, wait_stream=2)
+    assert run("await", "parked", "wait_stream", "train") == {
+        "await": "yes",
+        "parked": "FAILED: the ranks ended with exit code 139",
+        "wait_stream": "not possible here",
+        "train": "yes",
+    }
+    assert len(jobs.seen) == 4
 
 
-def test_s2_bench_gpu_cannot_start_its_ranks() -> None:
-    async def refused(todo: Todo) -> int:
+def test_s2_bench_gpu_stops_after_a_signal_and_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch, **{"await": 130})
+    found = run("await", "parked")
+    assert found["parked"].startswith("not measured: it could take ")
+    assert run("train", seconds=30.0)["train"].startswith("not measured")
+    assert jobs.names == ["await"]
+
+
+def test_s2_bench_gpu_cannot_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(job: launcher.Job) -> int:
         raise aiodist.LaunchError("no guard")
 
-    found = asyncio.run(run_of("await", "parked", jobs=Jobs(refused)).all())
-    assert states(found) == {"await": {"FAILED"}, "parked": {"FAILED"}}
-    assert {figure.why for figure in found} == {"no guard"}
+    monkeypatch.setattr("aiodist.launch.job.run", refused)
+    assert run("await", "parked") == dict.fromkeys(["await", "parked"], "FAILED: no guard")
 
 
 def test_s2_bench_gpu_the_whole_command(
     device: SimulatedCuda,
-    fake_nccl: FakeNccl,
     outside: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    jobs = Jobs()
-    monkeypatch.setattr(gpu, "Jobs", lambda mpi, first: jobs)
+    jobs = Jobs(monkeypatch)
     file = tmp_path / "out.json"
     assert command.main(["gpu", "--quick", "--json", str(file)]) == 0
-    assert len(jobs.seen) == 5  # there is one device
-    written = json.loads(file.read_text())
-    assert written["machine"] == {"device": "H200"}
-    names = [name for name in CASES if name != "allreduce_devices"]
-    assert list(dict.fromkeys(figure["case"] for figure in written["figures"])) == names
-    assert [record["op"] for record in written["records"]] == names
-    printed = capsys.readouterr().out
-    assert "targets reached: 15" in printed
-    assert "device H200" in printed
-
-    async def fails(todo: Todo) -> int:
-        return 1
-
-    jobs.jobs.append(fails)
+    names = [name for name in CASES if name != "allreduce_devices"]  # there is one device
+    assert jobs.names == names
+    assert all(Plan.from_json(job.command[-1]).own == {"quick": True} for job in jobs.seen)
+    assert list(dict.fromkeys(record["op"] for record in json.loads(file.read_text()))) == names
+    assert "0.05 CPU s/s" in capsys.readouterr().out
+    jobs.codes["parked"] = 1
     assert command.main(["gpu", "--only", "parked"]) == 1
     assert "FAILED" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("release", [(2, 28, 9), None])
-def test_s2_bench_gpu_starts_no_ranks_that_nccl_does_not_connect(
-    device: SimulatedCuda,
-    outside: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    release: tuple[int, ...] | None,
-) -> None:
-    """What it says is what the ranks would have said."""
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    why = "nccl is not possible here: NCCL needs a CUDA device, and this one is simulated"
-    if release is not None:
-        library = FakeNccl()
-        library.release = release
-        monkeypatch.setattr(nccl, "missing", lambda: None)
-        monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-        why = "NCCL 2.28.9 allows one rank per device, 2.30 and later allow more"
-    jobs = Jobs()
-    monkeypatch.setattr(gpu, "Jobs", lambda mpi, first: jobs)
-    file = tmp_path / "out.json"
-    assert command.main(["gpu", "--only", "parked,nccl_2,nccl_4", "--json", str(file)]) == 0
-    assert [cases for cases, *_ in jobs.seen] == [("parked",)]
-    said = {figure["case"]: figure for figure in json.loads(file.read_text())["figures"]}
-    assert [said[name]["state"] for name in ("parked", "nccl_2", "nccl_4")] == ["yes", *["not possible here"] * 2]
-    assert why in said["nccl_2"]["why"]
-    with pytest.raises(NotPossible) as raised:
-        measured("nccl_2")
-    assert str(raised.value) == said["nccl_2"]["why"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--only", "walk"], "--only walk: expected some of await"),
-        (["--only", "allreduce_devices"], "it takes several CUDA devices, and one is here"),
+        (["--only", "allreduce_devices"], "this case needs several CUDA devices, and there is one here"),
         (["--json", "/nowhere/at/all.json"], "expected a file that can be written"),
     ],
 )
@@ -562,25 +359,11 @@ def test_s2_bench_gpu_without_a_device(outside: None, capsys: pytest.CaptureFixt
     assert "there is no CUDA device here" in capsys.readouterr().err
 
 
-def judged(case: Case, value: float) -> str:
-    (figure,) = gpu_cases.figures(case, {case.lines[0].name: value})
-    return str(figure.state)
+def judged(name: str, value: float) -> bool:
+    figure = next(iter(CASES[name].figures.values()))
+    return replace(figure, value=value).reached
 
 
 def test_s2_bench_gpu_judges() -> None:
-    assert [judged(CASES["train_4"], value) for value in (1.5, 1.49, float("nan"))] == ["yes", "NO", "NO"]
-    assert [judged(CASES["train"], value) for value in (1.03, 1.04, float("nan"))] == ["yes", "NO", "NO"]
-    (lost,) = gpu_cases.figures(CASES["train"], {})
-    assert lost.state is State.FAILED
-
-
-def test_s2_bench_gpu_table_shows_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    found = gpu_cases.without_value(CASES["nccl_2"], State.NOT_POSSIBLE, "nccl4py is [not] installed")
-    found += gpu_cases.figures(CASES["train"], {"datapar": 1.5})
-    found += gpu_cases.without_value(CASES["allreduce_2"], State.FAILED, "it burnt")
-    gpu_report.show({"device": "H200"}, found, width=110, colour=False)
-    printed = capsys.readouterr().out
-    assert "nccl4py is [not] installed" in printed
-    assert "1.5 x" in printed
-    assert printed.count("it burnt") == 1  # of its four lines
-    assert "missed: 1, not possible here: 1, failed: 4" in printed
+    assert [judged("train_4", value) for value in (1.5, 1.49, float("nan"))] == [True, False, False]
+    assert [judged("train", value) for value in (1.03, 1.04, float("nan"))] == [True, False, False]
