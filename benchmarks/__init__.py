@@ -16,9 +16,7 @@ ps_serving   what it costs a training step that its rank also serves
 ps_saving    a checkpoint of a server while pushes go on; a program for `aiodist run`
 ps_rows      rows of a table beside a plain tensor; a program for `aiodist run`
 ps_convergence  what training clients find when they talk to the server seldom
-gpu          jobs of ranks on a CUDA device, and what becomes of them
-gpu_cases    what they measure and the speeds to reach; gpu_worker, what each rank runs; gpu_notes, what it has to say
-gpu_turns    what the cases share; gpu_waits, gpu_reductions, gpu_training: the cases; gpu_report: table and JSON
-scale        collectives on machines that are not here: scale_model, loggp, scale_bound, scale_presets, scale_report
-scale_check  that model beside real runs
+gpu          the cases on a CUDA device and their targets, each a job of ranks; gpu_turns: what the cases share;
+             gpu_waits, gpu_reductions, gpu_training: the cases
+scale        collectives on large machines, simulated: scale_model, loggp
 """

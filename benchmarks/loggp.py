@@ -1,16 +1,14 @@
-"""A simulator of schedules with a LogGP clock: how long a collective takes on machines that are not here.
+"""A simulator of schedules with a LogGP clock.
 
 LogGP: A. Alexandrov, M. F. Ionescu, K. E. Schauser, C. Scheiman, "LogGP: incorporating long messages into the LogP
-model", SPAA 1995, https://doi.org/10.1145/215399.215427. A message of k bytes costs its sender's processor o; the
-first byte enters the network then, the last one (k-1)G later; each byte arrives L after it entered; the receiver's
-processor is busy for another o. The next message of a port follows g after the last byte of the one before, on the
-way out and on the way in (so does LogGOPSim, https://doi.org/10.1145/1851476.1851564). Contention within the network
-is not part of the model, nor are copies of the transport that a processor makes byte by byte.
+model", SPAA 1995, https://doi.org/10.1145/215399.215427. A message of k bytes costs the sender's processor o. The
+first byte enters the network then, the last one (k-1)G later; each byte arrives L after it entered. The receiver's
+processor is busy for another o. A port waits g between the last byte of a message and the next message, in both
+directions (as LogGOPSim, https://doi.org/10.1145/1851476.1851564). Contention within the network, and copies by the
+processor, are not in the model.
 
-To that we add what a collective of several ranks on a host needs: two networks, one inside a host and one between
-hosts, whose ports a host's ranks share, and seconds per byte for combining what was received.
-
-Times are in seconds, lengths in bytes. Nothing here starts ranks or touches data.
+In addition there are two networks, one inside a host and one between hosts, whose ports the ranks of a host share, and
+seconds per byte to combine received data. Times are in seconds, lengths in bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ __all__ = ["LogGP", "Machine", "Phase", "Program", "Run", "simulate"]
 
 @dataclass(frozen=True)
 class LogGP:
-    """One network; raises `ConfigError` for values that no network has."""
+    """One network; raises `ConfigError` for impossible values."""
 
     latency: float
-    """L: seconds from a byte's entering the network to its arrival."""
+    """L: seconds of a byte in the network."""
     overhead: float
-    """o: seconds for which a processor is busy with a message, at either end."""
+    """o: seconds of a processor for a message, at each end."""
     gap: float
-    """g: seconds between the last byte of a message and the first one of the next, at a port."""
+    """g: seconds of a port between two messages."""
     byte_gap: float
     """G: seconds per byte of a long message at a port."""
 
@@ -47,7 +45,7 @@ class LogGP:
                 raise ConfigError(f"{name} {getattr(self, name)}: expected seconds, at least 0")
         if self.gap < self.byte_gap:
             raise ConfigError(
-                f"gap {self.gap:g} s is shorter than the gap per byte, {self.byte_gap:g} s: a byte is a message too"
+                f"gap {self.gap:g} s is shorter than the gap per byte, {self.byte_gap:g} s: expected at least that"
             )
 
     def stretch(self, nbytes: float) -> float:
@@ -61,17 +59,17 @@ class LogGP:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of `local` ranks each; rank r lies on host r // local."""
+    """Hosts of `local` ranks each; the host of rank r is r // local."""
 
     between: LogGP
     """The network between hosts."""
     inside: LogGP
     """The network within a host; each rank has a port on it."""
     combine: float = 0.0
-    """Seconds per byte for combining what was received, and for copying, on the rank's processor."""
+    """Seconds per byte to combine or copy on the rank's processor."""
     local: int = 1
     ports: int = 1
-    """How many a host has on the network between them; rank r uses number r % local % ports."""
+    """Ports of a host on the network between hosts; rank r uses port r % local % ports."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.combine < float("inf"):
@@ -80,7 +78,7 @@ class Machine:
             raise ConfigError(f"{self.ports} ports: expected 1 to {self.local}, one for each rank of a host")
 
     def hosts(self, ranks: int) -> int:
-        """Return how many hosts `ranks` fill; the last one may have fewer than the others."""
+        """Return the number of hosts of `ranks`; the last one may be partly filled."""
         return -(-ranks // self.local)
 
 
@@ -92,37 +90,37 @@ class Phase(NamedTuple):
 
 
 Program = Sequence[Phase]
-"""What one rank does: each phase begins when all lanes of the one before are over."""
+"""The phases of one rank; a phase starts after all lanes of the phase before have finished."""
 
 
 class Run(NamedTuple):
-    """What a simulated run took."""
+    """The times and the traffic of a simulated run."""
 
     seconds: float
-    """Until the last rank is done."""
+    """Time until the last rank has finished."""
     messages: tuple[int, ...]
-    """How many each simulated rank sent."""
+    """Messages that each simulated rank sent."""
     nbytes: tuple[float, ...]
-    """How many bytes each simulated rank sent."""
+    """Bytes that each simulated rank sent."""
 
 
 def simulate(
     programs: Sequence[Program], machine: Machine, *, ranks: int | None = None, first: int = 0, itemsize: float = 4
 ) -> Run:
-    """Run the programs of ranks `first`, first + 1, …, all starting at 0, and return what that took.
+    """Run the programs of ranks `first`, first + 1, …, all starting at 0.
 
-    Fewer programs than `ranks` say that ranks are alike: with m programs, m and `first` multiples of the ranks of a
-    host, rank r does at any time as the one of them with the same r % m does. So a message to r goes to that one, and
-    lengths that differ by what does not divide evenly are the senders'.
+    Fewer programs than `ranks` mean that ranks behave alike. With m programs, m and `first` multiples of the ranks of a
+    host, rank r behaves as the simulated rank with the same r % m, and gets the messages to r. Lengths that differ by
+    a remainder are then the sender's.
 
-    Raises `ValueError` for a receive that nothing is sent for, a message that nobody receives, and, where every rank
-    is simulated, one that is longer or shorter than its receive.
+    Raises `ValueError` for a receive without a message, a message without a receive, and, if every rank is simulated,
+    a receive of another length.
     """
     return _Simulation(programs, machine, ranks or len(programs), first, itemsize).run()
 
 
 class _Lane:
-    """One lane of a rank's present phase."""
+    """One lane of a rank's current phase."""
 
     __slots__ = ("combines", "ends", "index", "left", "phase", "rank", "ranks", "steps")
 
@@ -132,13 +130,13 @@ class _Lane:
         self.index = index
         self.steps = steps
         self.ranks = ranks
-        self.left = 0  # transfers of this step
-        self.ends = 0.0  # when the last one that is over was over
-        self.combines = 0  # elements, once all are over
+        self.left = 0  # pending transfers of this step
+        self.ends = 0.0  # time of the last finished transfer
+        self.combines = 0  # elements to combine after all transfers
 
 
 class _Message:
-    """One on its way."""
+    """A message in flight."""
 
     __slots__ = ("dst", "key", "lane", "nbytes", "network", "way_in", "way_out")
 
@@ -152,7 +150,7 @@ class _Message:
 
 
 class _Simulation:
-    """One run: events in the order of time; each takes a processor or a port as soon as that is free."""
+    """One run: events in order of time; each takes a processor or a port when that becomes free."""
 
     def __init__(self, programs: Sequence[Program], machine: Machine, ranks: int, first: int, itemsize: float) -> None:
         self.programs = programs
@@ -161,7 +159,7 @@ class _Simulation:
         self.itemsize = itemsize
         self.simulated = simulated = len(programs)
         self.alike = simulated < ranks
-        # A port inside for each rank, then those between hosts: when each can take the next message.
+        # the time when each port can take a message: one inside the host for each rank, then those between hosts
         self.free_out = [0.0] * (simulated + machine.hosts(simulated) * machine.ports)
         self.free_in = list(self.free_out)
         self.free_cpu = [0.0] * simulated
@@ -175,7 +173,7 @@ class _Simulation:
         self.order = count()  # of events at the same time
 
     def run(self) -> Run:
-        """Return what it took."""
+        """Return the result of the run."""
         for rank in range(self.simulated):
             self._open(0.0, rank, 0)
         events, pop = self.events, heapq.heappop
@@ -187,7 +185,7 @@ class _Simulation:
 
     def _check(self) -> None:
         for rank in range(self.simulated):
-            for kind, queues in (("never receives from", self.landed), ("waits in vain for", self.awaited)):
+            for kind, queues in (("never receives from", self.landed), ("gets no message from", self.awaited)):
                 if (peer := next((key[0] for key, queue in queues[rank].items() if queue), None)) is not None:
                     raise ValueError(f"rank {rank} {kind} rank {peer}: these programs do not fit together")
 
@@ -197,7 +195,7 @@ class _Simulation:
     # --- a rank: phases, lanes, steps --------------------------------------------------------------------------------
 
     def _open(self, now: float, rank: int, phase: int) -> None:
-        """Begin a phase of a rank, or end the rank."""
+        """Start a phase of a rank, or finish the rank."""
         while phase < len(self.programs[rank]):
             schedule, ranks = self.programs[rank][phase]
             if schedule.lanes:
@@ -209,7 +207,7 @@ class _Simulation:
         self.seconds = max(self.seconds, now)
 
     def _step(self, now: float, lane: _Lane) -> None:
-        """Begin a lane's next step: its messages are handed over in turn, and what is there already is taken."""
+        """Start the next step of a lane: send its messages, and take the messages that have landed."""
         step = next(lane.steps, None)
         while step == ():
             step = next(lane.steps, None)
@@ -218,7 +216,7 @@ class _Simulation:
             if not self.lanes_left[lane.rank]:
                 self._open(now, lane.rank, lane.phase + 1)
             return
-        lane.left = len(step) + 1  # with this call, so that the step does not end before all of it has begun
+        lane.left = len(step) + 1  # this call counts too: the step cannot end before all transfers started
         lane.ends = now
         lane.combines = 0
         for move in step:
@@ -229,13 +227,13 @@ class _Simulation:
             else:
                 self._later(lane, move)
                 lane.left -= 1
-        self._over(lane, now)
+        self._finish(lane, now)
 
     def _later(self, lane: _Lane, move: Recv | Copy) -> None:
         lane.combines += move.stop - move.start
 
-    def _over(self, lane: _Lane, when: float) -> None:
-        """A transfer of a lane is over at `when`; the step is when the last one is and all is combined."""
+    def _finish(self, lane: _Lane, when: float) -> None:
+        """Finish a transfer of a lane at time `when`; after the last one, combine and finish the step."""
         lane.ends = max(lane.ends, when)
         lane.left -= 1
         if lane.left == 0:
@@ -246,12 +244,12 @@ class _Simulation:
         self._at(ready, self._step, lane)
 
     def _work(self, rank: int, now: float, seconds: float) -> float:
-        """Take a rank's processor for so long, from `now` or as soon as it is free; return when it is done."""
+        """Use a rank's processor from `now`, or from the time when it is free; return the end."""
         done = max(self.free_cpu[rank], now) + seconds
         self.free_cpu[rank] = done
         return done
 
-    # --- a message: out of its sender, into its network, to its receiver ---------------------------------------------
+    # --- a message: from its sender through a network to its receiver ------------------------------------------------
 
     def _send(self, now: float, lane: _Lane, move: Send) -> None:
         rank, world = lane.rank, lane.ranks[move.peer]
@@ -266,7 +264,7 @@ class _Simulation:
         if near or self.machine.ports == self.machine.local:
             self._inject(ready, message)
         else:
-            self._at(ready, self._inject, message)  # ranks that share a port get it in the order of time
+            self._at(ready, self._inject, message)  # ranks that share a port use it in order of time
 
     def _port(self, rank: int, near: bool) -> int:
         if near:
@@ -275,23 +273,23 @@ class _Simulation:
         return self.simulated + host * self.machine.ports + local % self.machine.ports
 
     def _inject(self, ready: float, message: _Message) -> None:
-        """A message enters its network."""
+        """Put a message into its network."""
         network = message.network
         enters = max(ready, self.free_out[message.way_out])
         leaves = enters + network.stretch(message.nbytes)
         self.free_out[message.way_out] = leaves + network.gap
         self._at(enters + network.latency, self._arrive, message)
-        self._over(message.lane, leaves)
+        self._finish(message.lane, leaves)
 
     def _arrive(self, now: float, message: _Message) -> None:
-        """The first byte is there."""
+        """Let the first byte arrive."""
         network = message.network
         lands = max(now, self.free_in[message.way_in]) + network.stretch(message.nbytes)
         self.free_in[message.way_in] = lands + network.gap
         self._at(lands, self._land, message)
 
     def _land(self, now: float, message: _Message) -> None:
-        """The last byte is there: the message is taken, or lies until it is."""
+        """Let the last byte arrive: finish a waiting receive, or keep the message."""
         waiting = self.awaited[message.dst].get(message.key)
         if waiting:
             self._take(now, *waiting.popleft(), message)
@@ -311,4 +309,4 @@ class _Simulation:
     def _take(self, now: float, lane: _Lane, move: Recv, message: _Message) -> None:
         if message.nbytes != (move.stop - move.start) * self.itemsize and not self.alike:
             raise ValueError(f"rank {lane.rank}: {move}, and {message.nbytes} bytes were sent")
-        self._over(lane, self._work(lane.rank, now, message.network.overhead))
+        self._finish(lane, self._work(lane.rank, now, message.network.overhead))

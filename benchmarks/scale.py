@@ -1,11 +1,8 @@
-"""`python -m benchmarks scale`: what collectives take on machines that are not here, by a simulator; loads no torch.
-
-With `--check` it starts ranks here, and compares what the simulator predicts with what they take.
-"""
+"""`python -m benchmarks scale`: simulated times of collectives on large machines; loads no torch."""
 
 from __future__ import annotations
 
-import asyncio
+import json as jsons
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,103 +10,105 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from aiodist.bench.cli import writable
 from aiodist.bench.plan import parse_names, parse_sizes
-from aiodist.bench.plots import check_plot
-from aiodist.env import Environment, Starter
+from aiodist.bench.records import seconds_text, size_text
 from aiodist.errors import ConfigError
 from aiodist.schedules import MAX_LANES
-from benchmarks import scale_report as report
 from benchmarks.loggp import LogGP, Machine
-from benchmarks.scale_bound import bound
-from benchmarks.scale_check_plan import CheckPlan
-from benchmarks.scale_model import HIERARCHICAL, OPS, Case, estimate, names
-from benchmarks.scale_presets import COMBINE, PRESETS
+from benchmarks.scale_model import HIERARCHICAL, OPS, Case, Estimate, estimate, names
 from benchmarks.verdicts import terminal
 
-__all__ = ["app"]
+__all__ = ["COMBINE", "PRESETS", "app"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+PRESETS = {
+    "host": LogGP(latency=0.2e-6, overhead=0.1e-6, gap=0.1e-6, byte_gap=0.12e-9),
+    "ethernet25": LogGP(latency=15e-6, overhead=4.5e-6, gap=1e-6, byte_gap=8 / 25e9),
+    "infiniband400": LogGP(latency=0.7e-6, overhead=0.2e-6, gap=0.1e-6, byte_gap=8 / 400e9),
+}
+"""Networks, by name. The seconds per byte between hosts are line rates; the other figures are rounded.
+
+host: shared memory, with 0.3 to 0.4 us for a short message (D. Buntinas, G. Mercier, W. Gropp, "Design and evaluation
+of Nemesis, a scalable, low-latency, message-passing communication subsystem", CCGrid 2006,
+https://doi.org/10.1109/CCGRID.2006.31), and cores that copy 17 GB/s.
+
+ethernet25: 25 Gb/s Ethernet (IEEE 802.3by) with the kernel's TCP, about 24 us for a short message (A. Belay et al.,
+"IX: a protected dataplane operating system for high throughput and low latency", OSDI 2014,
+https://infoscience.epfl.ch/record/201671).
+
+infiniband400: 400 Gb/s InfiniBand, NDR (https://docs.nvidia.com/networking/display/ConnectX7VPI/Introduction), about
+1 us for a short message of MPI.
+"""
+COMBINE = 0.1e-9
+"""Seconds per byte of a sum in place by one core, which moves three bytes for each at about 30 GB/s."""
 _RANKS = "2,4,16,64,256,1024,4096,16384,65536"
 _MOST_RANKS = 1 << 20
 _SIZES = "1KiB,1MiB,64MiB"
 _ITEMSIZE = 4  # float32
-_MOST_CHECKED = 4
-_CHECK_SIZES = "1KiB,64KiB,1MiB,8MiB"
 _NETWORKS = ", ".join(PRESETS)
-_NETWORK_HELP = f"Between hosts: {_NETWORKS}, or seconds L,o,g,G."
+_Found = tuple[Case, str, Estimate]
 
 
 @app.command()
 def scale(  # noqa: PLR0913 - one for each option
     op: Annotated[str, typer.Option(metavar="OP", help=f"One of {', '.join(OPS)}.")] = "allreduce",
-    ranks: Annotated[str | None, typer.Option(metavar="2,8,64", help=f"How many ranks ({_RANKS}).")] = None,
-    sizes: Annotated[
-        str | None, typer.Option(metavar="1KiB,64MiB", help=f"Bytes of one rank's input, float32 ({_SIZES}).")
-    ] = None,
+    ranks: Annotated[str, typer.Option(metavar="2,8,64", help="Numbers of ranks.")] = _RANKS,
+    sizes: Annotated[str, typer.Option(metavar="1KiB,64MiB", help="Bytes of one rank's input, float32.")] = _SIZES,
     impl: Annotated[
         str | None, typer.Option(metavar="NAMES", help=f"Schedules, flat, and {HIERARCHICAL} (all but direct).")
     ] = None,
     local: Annotated[int, typer.Option(metavar="R", min=1, help="Ranks of a host.")] = 8,
     ports: Annotated[int, typer.Option(metavar="N", min=1, help="Ports of a host on the network.")] = 1,
-    network: Annotated[str, typer.Option(metavar="NAME", help=_NETWORK_HELP)] = "ethernet25",
-    inside: Annotated[str, typer.Option(metavar="NAME", help="Within a host, likewise.")] = "host",
+    network: Annotated[
+        str, typer.Option(metavar="NAME", help=f"The network between hosts: {_NETWORKS}, or seconds L,o,g,G.")
+    ] = "ethernet25",
+    inside: Annotated[str, typer.Option(metavar="NAME", help="The network within a host.")] = "host",
     latency: Annotated[float | None, typer.Option(metavar="S", help="L of the network between hosts.")] = None,
-    overhead: Annotated[float | None, typer.Option(metavar="S", help="o of it, per message and end.")] = None,
-    gap: Annotated[float | None, typer.Option(metavar="S", help="g of it, between two messages.")] = None,
-    byte_gap: Annotated[float | None, typer.Option(metavar="S", help="G of it, per byte.")] = None,
+    overhead: Annotated[float | None, typer.Option(metavar="S", help="o, for each message and end.")] = None,
+    gap: Annotated[float | None, typer.Option(metavar="S", help="g, between two messages.")] = None,
+    byte_gap: Annotated[float | None, typer.Option(metavar="S", help="G, for each byte.")] = None,
     combine: Annotated[float, typer.Option(metavar="S", help="Seconds per byte to combine.")] = COMBINE,
     chunks: Annotated[
         int, typer.Option(metavar="K", min=1, max=MAX_LANES, help="Chunks in flight, for rings and trees.")
     ] = 1,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the estimates there.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw them there.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Fit the simulator to 2 ranks of this host; compare with real runs.")
-    ] = False,
-    mpi: Annotated[str, typer.Option(metavar="auto|none|…", help="With --check, as in aiodist run.")] = "auto",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the estimates to FILE.")] = None,
 ) -> None:
-    """Simulate a collective on many ranks with a LogGP clock; show time, messages and bytes beside the lower bound.
+    """Simulate a collective on many ranks with a LogGP clock; show time, messages and bytes of the busiest rank.
 
-    Ranks lie host by host. A flat schedule runs among all of them, inside a host over the network inside.
+    A flat schedule runs among all ranks, and uses the network inside a host within that host.
     """
     if op not in OPS:
         raise ConfigError(f"--op {op}: expected one of {', '.join(OPS)}")
-    files = writable("--json", json), writable("--plot", plot)
-    if plot is not None:
-        check_plot()
-    chosen = _impls(op, impl)
-    if check:
-        if plot is not None:
-            raise ConfigError("--plot: what --check compares is not drawn")
-        raise typer.Exit(_check(op, chosen, ranks, sizes, files[0], mpi))
+    file = writable("--json", json)
+    impls = parse_names("--impl", impl, names(op)) if impl else tuple(name for name in names(op) if name != "direct")
     given = {"latency": latency, "overhead": overhead, "gap": gap, "byte_gap": byte_gap}
-    between = replace(
-        _network("--network", network), **{name: value for name, value in given.items() if value is not None}
-    )
+    between = replace(_network("--network", network), **{name: s for name, s in given.items() if s is not None})
     machine = Machine(between, _network("--inside", inside), combine, local, ports)
-    counts = _counts(ranks or _RANKS, _MOST_RANKS, local)
-    nbytes = parse_sizes(sizes or _SIZES, _ITEMSIZE)
-    cases = [Case(op, count, size, machine, _ITEMSIZE, chunks) for size in nbytes for count in counts]
-    _report(machine, _estimates(cases, chosen), *files)
+    counts, nbytes = _counts(ranks, local), parse_sizes(sizes, _ITEMSIZE)
+    found: list[_Found] = []
+    for case in [Case(op, count, size, machine, _ITEMSIZE, chunks) for size in nbytes for count in counts]:
+        is_flat = case.hosts == 1 or case.local == 1
+        found += [(case, name, estimate(case, name)) for name in impls if not (is_flat and name == HIERARCHICAL)]
+    if file is not None:
+        Path(file).write_text("[\n" + ",\n".join(jsons.dumps(_entry(*one)) for one in found) + "\n]\n")
+    width, colour = terminal()
+    console = Console(width=width, force_terminal=colour, highlight=False)
+    for size in nbytes:
+        console.print(_table(f"{op}, {size_text(size)} per rank", [one for one in found if one[0].nbytes == size]))
 
 
-def _impls(op: str, given: str | None) -> tuple[str, ...]:
-    if given is None:
-        return tuple(name for name in names(op) if name != "direct")
-    return parse_names("--impl", given, names(op))
-
-
-def _counts(given: str, most: int, local: int = 1) -> tuple[int, ...]:
-    """Return numbers of ranks, of which each fills hosts of `local` or lies within one."""
+def _counts(given: str, local: int) -> tuple[int, ...]:
+    """Return numbers of ranks, each a multiple of `local`, or smaller."""
     counts = []
     for part in dict.fromkeys(part.strip() for part in given.split(",")):
-        if not part.isdecimal() or not 2 <= int(part) <= most:
-            raise ConfigError(f"--ranks {part or repr(part)}: expected 2 to {most}")
+        if not part.isdecimal() or not 2 <= int(part) <= _MOST_RANKS:
+            raise ConfigError(f"--ranks {part or repr(part)}: expected 2 to {_MOST_RANKS}")
         if int(part) > local and int(part) % local:
-            raise ConfigError(f"--ranks {part}: expected a multiple of --local {local}, or less: hosts are alike")
+            raise ConfigError(f"--ranks {part}: expected a multiple of --local {local}, or a smaller number")
         counts.append(int(part))
     return tuple(counts)
 
@@ -124,36 +123,29 @@ def _network(option: str, given: str) -> LogGP:
     return LogGP(latency, overhead, gap, byte_gap)
 
 
-def _estimates(cases: Sequence[Case], impls: Sequence[str]) -> list[report.Found]:
-    found: list[report.Found] = []
-    for case in cases:
-        # Without several hosts of several ranks there is no hierarchy.
-        flat_only = case.hosts == 1 or case.local == 1
-        found += [(case, name, estimate(case, name)) for name in impls if not (flat_only and name == HIERARCHICAL)]
-        found.append((case, report.BOUND, bound(case)))
-    return found
+def _table(title: str, found: Sequence[_Found]) -> Table:
+    """Return the estimates of one size: a row for each number of ranks, the fastest schedule bold."""
+    table = Table(title=f"{title}: seconds, messages / bytes of the busiest rank", title_justify="left")
+    impls = list(dict.fromkeys(name for _, name, _ in found))
+    for column in ("ranks", "hosts", *impls):
+        table.add_column(column, justify="right")
+    for ranks in dict.fromkeys(case.ranks for case, _, _ in found):
+        row = {name: one for case, name, one in found if case.ranks == ranks}
+        best = min((one.seconds for one in row.values() if one.seconds is not None), default=None)
+        hosts = next(case.hosts for case, _, _ in found if case.ranks == ranks)
+        table.add_row(str(ranks), str(hosts), *(_cell(row.get(name), best) for name in impls))
+    return table
 
 
-def _report(machine: Machine, found: Sequence[report.Found], json: str | None, plot: str | None) -> None:
-    if json is not None:
-        report.write(json, machine, found)
-    if plot is not None:
-        report.plot(plot, found)
-    width, colour = terminal()
-    console = Console(width=width, force_terminal=colour, highlight=False)
-    console.print(report.describe(machine))
-    for table in report.tables(found):
-        console.print(table)
+def _cell(one: Estimate | None, best: float | None) -> str:
+    if one is None:
+        return ""
+    seconds = "?" if one.seconds is None else seconds_text(one.seconds)
+    seconds = f"[bold]{seconds}[/bold]" if one.seconds == best else seconds
+    return f"{seconds}\n{one.messages} / {one.nbytes / (1 << 20):.3g} MiB"
 
 
-def _check(op: str, impls: tuple[str, ...], ranks: str | None, sizes: str | None, json: str | None, mpi: str) -> int:
-    """Start ranks that compare; return their exit code."""
-    if Environment.read().starter is not Starter.ALONE:
-        raise ConfigError("--check: it starts its ranks itself, and this process is one of a job already")
-    counts = _counts(ranks or "2", _MOST_CHECKED)
-    width, colour = terminal()
-    flat = tuple(name for name in impls if name != HIERARCHICAL)
-    if not flat:
-        raise ConfigError(f"--impl {HIERARCHICAL}: --check compares schedules on one host")
-    plan = CheckPlan(op, counts, flat, parse_sizes(sizes or _CHECK_SIZES, _ITEMSIZE), json, width, colour)
-    return asyncio.run(plan.start("benchmarks.scale_check", max(counts), mpi=mpi))
+def _entry(case: Case, name: str, one: Estimate) -> dict[str, object]:
+    shape = {"op": case.op, "impl": name, "ranks": case.ranks, "hosts": case.hosts, "nbytes": case.nbytes}
+    stages = [str(stage) for stage in one.stages]
+    return {**shape, "seconds": one.seconds, "messages": one.messages, "bytes": one.nbytes, "stages": stages}

@@ -1,16 +1,16 @@
-"""What is simulated for a collective on so many ranks: which schedules, of which ranks, among whom.
+"""The schedules that are simulated for a collective, and the ranks that stand for all.
 
-Simulating 65,536 ranks message by message takes seconds for a tree and days for a ring. Two shortcuts give the same
-times; the tests hold both against the simulation of every rank.
+A simulation of 65,536 ranks, message by message, takes seconds for a tree and days for a ring. Two shortcuts give the
+same times; the tests compare both with a simulation of every rank.
 
-*Alike*: in a ring, a recursive doubling and so on, every host does the same at the same time, only with other peers.
-One host is simulated, and a message to any other arrives at it. The buffer is cut in equal parts for that, be they
-fractions of an element.
+*Alike*: in a ring, a recursive doubling and others, every host does the same at the same time, only with other peers.
+One host is simulated, and receives the messages to all others. The buffer has equal parts, which can be fractions of
+an element.
 
-*Followed*: once a ring or a chain is longer than what fills it, one more host takes as much longer as the one before
-(the recurrences are linear in max and plus, hence periodic in the end: Baccelli, Cohen, Olsder, Quadrat,
-"Synchronization and linearity", 1992, chapter 3); a tree, twice the hosts. So three lengths are simulated with
-parts of the length that the asked one has; when they lie on a line, it is followed, else longer ones are tried.
+*Followed*: in a full ring or chain, each further host adds the same time (the recurrences are linear in max and plus,
+so they become periodic: Baccelli, Cohen, Olsder, Quadrat, "Synchronization and linearity", 1992, chapter 3); in a
+tree, each doubling of the hosts does. So three lengths are simulated, with parts of the requested length. If their
+times are on a line, the line is extended, else longer ones are tried.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ __all__ = [
 HIERARCHICAL = "hierarchical"
 OPS = ("allreduce", "broadcast", "reduce_scatter", "allgather")
 
-# By operation and name: every rank does the same, with other peers.
+# operation and name: every rank does the same, with other peers
 ALIKE = {
     *product(("allreduce", "reduce_scatter", "allgather"), ("ring", "doubling", "halving")),
     *product(("reduce_scatter", "allgather"), ("direct", "bruck")),
 }
-_POWERS = ("doubling", "halving")  # alike only for a power of two of ranks: else some help others
+_POWERS = ("doubling", "halving")  # alike only for a power of two of ranks
 _FOLLOWED = {"ring", "chain", "direct", "tree"}
-_FEW_MESSAGES = 20_000  # simulated one by one though there is a shortcut
-_MOST_MESSAGES = 1_000_000  # simulated one by one at all: some 8 s
-_LENGTHS = (16, 32, 64, 128, 256)  # in hosts: where a line may begin
-_APART = 16  # hosts between two lengths; what a schedule repeats, it repeats after so many at the latest
+_FEW_MESSAGES = 20_000  # fewer messages are simulated without a shortcut
+_MOST_MESSAGES = 1_000_000  # more messages are not simulated; these take about 8 s
+_LENGTHS = (16, 32, 64, 128, 256)  # hosts at the start of a line
+_APART = 16  # hosts between two lengths, the longest period of a schedule
 _MOST_CHUNKS = 64
 
 
@@ -63,8 +63,7 @@ class Stage(NamedTuple):
     """One schedule of a collective."""
 
     where: str
-    """Among whom: all ranks ("flat"), those of a host ("inside"), those of equal place on all hosts ("between"), or
-    the first of each host ("leaders")."""
+    """The ranks: all ("flat"), one host's ("inside"), equal places on all hosts ("between"), first ones ("leaders")."""
     op: str
     name: str
 
@@ -74,7 +73,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One question: how long does it take there."""
+    """A collective on a machine."""
 
     op: str
     ranks: int
@@ -83,41 +82,41 @@ class Case:
     machine: Machine
     itemsize: int = 4
     chunks: int = 1
-    """Of schedules that can cut the buffer; a chain cuts as suits it best."""
+    """Chunks of the buffer; a chain chooses its own number."""
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are; all have `machine.local` ranks, or there is only one."""
+        """The number of hosts."""
         return self.machine.hosts(self.ranks)
 
     @property
     def local(self) -> int:
-        """Ranks of a host."""
+        """The ranks of a host."""
         return min(self.ranks, self.machine.local)
 
     @property
     def buffer(self) -> int:
-        """Bytes of the longest buffer of a rank."""
+        """The bytes of the longest buffer of a rank."""
         return self.nbytes * (self.ranks if self.op == "allgather" else 1)
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
+        """The elements of that buffer."""
         return self.buffer // self.itemsize
 
 
 class Estimate(NamedTuple):
-    """The answer; messages and bytes are those that the busiest rank sends, the sum over stages at most."""
+    """The simulated time; messages and bytes of the busiest rank, at most the sum over stages."""
 
     seconds: float | None
-    """None: too many messages to simulate, and no shortcut."""
+    """None if there are too many messages to simulate."""
     messages: int
     nbytes: int
     stages: tuple[Stage, ...]
 
 
 def names(op: str) -> tuple[str, ...]:
-    """Return what there is for an operation: its schedules and the hierarchical form."""
+    """Return the implementations of an operation: its schedules and the hierarchical form."""
     return (*SCHEDULES[op], HIERARCHICAL)
 
 
@@ -127,11 +126,11 @@ def flat(op: str, name: str) -> tuple[Stage, ...]:
 
 
 def hierarchical(op: str, inside: str, between: str) -> tuple[Stage, ...]:
-    """Return the form in levels, with the schedules of these names.
+    """Return the stages of a form in levels, with the schedules of these names.
 
-    allreduce: reduce_scatter within each host, allreduce between the hosts among ranks of equal place, allgather
-    within. reduce_scatter and allgather: the first two and the last two of such stages. broadcast: to one rank of
-    each host, then within.
+    allreduce: reduce_scatter within each host, allreduce between ranks of equal place on the hosts, allgather within.
+    reduce_scatter has the first two of these stages, allgather the last two. broadcast: to a rank of each host, then
+    within.
     """
     match op:
         case "allreduce":
@@ -150,7 +149,7 @@ def hierarchical(op: str, inside: str, between: str) -> tuple[Stage, ...]:
 
 
 def forms(op: str) -> list[tuple[Stage, ...]]:
-    """Return the forms in levels that are worth a try: without roots where every rank has its share."""
+    """Return the forms in levels that can be fast."""
     if op == "broadcast":
         return [hierarchical(op, "tree", between) for between in ("tree", "chain")]
     insides = [name for name in ("ring", *_POWERS) if name in SCHEDULES["allgather" if op == "allreduce" else op]]
@@ -159,7 +158,7 @@ def forms(op: str) -> list[tuple[Stage, ...]]:
 
 
 def estimate(case: Case, name: str) -> Estimate:
-    """Return what `name` takes; of the hierarchical forms, which differ in their schedules, the quickest."""
+    """Return the estimate for `name`; for the hierarchical forms, that of the fastest."""
     if name != HIERARCHICAL:
         return estimate_stages(case, flat(case.op, name))
     found = [estimate_stages(case, stages) for stages in forms(case.op)]
@@ -167,7 +166,7 @@ def estimate(case: Case, name: str) -> Estimate:
 
 
 def estimate_stages(case: Case, stages: tuple[Stage, ...]) -> Estimate:
-    """Return what these stages take, one after the other."""
+    """Return the estimate for these stages, one after the other."""
     costs = [_cost(case, stage, case.numel) for stage in stages]
     messages, elements = sum(cost.messages for cost in costs), sum(cost.elements for cost in costs)
     return Estimate(_seconds(case, stages), messages, elements * case.itemsize, stages)
@@ -186,14 +185,14 @@ def _seconds(case: Case, stages: tuple[Stage, ...]) -> float | None:
 
 
 def _mean_messages(case: Case, stage: Stage, numel: int) -> int:
-    """Return how many messages a rank sends, about: where there is a root, only few send more than two in all."""
+    """Return about how many messages a rank sends; with a root, few ranks send more than two."""
     if stage.name == "tree" or (stage.name == "direct" and (stage.op, stage.name) not in ALIKE):
         return 2 * chunks(case, stage).get("chunks", 1)
     return _cost(case, stage, numel).messages
 
 
 def _is_alike(case: Case, stage: Stage) -> bool:
-    """Return True where this stage does not tell hosts apart."""
+    """Return True if all hosts behave alike in this stage."""
     if stage.where == "inside":
         return True
     size = _size(case, stage)
@@ -202,7 +201,7 @@ def _is_alike(case: Case, stage: Stage) -> bool:
 
 
 def follow(layout: Layout) -> float | None:
-    """Return the seconds on a line through shorter ones, None where there is none."""
+    """Return the seconds on a line through three shorter lengths, or None if there is no line."""
     hosts = layout.case.hosts
     across = {stage.name for stage in layout.stages if stage.where != "inside"}
     for shortest in _LENGTHS:
@@ -223,12 +222,12 @@ def follow(layout: Layout) -> float | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The programs of a case on as many hosts as one likes."""
+    """The programs of a case on any number of hosts."""
 
     case: Case
     stages: tuple[Stage, ...]
     alike: bool
-    """One host stands for all."""
+    """True simulates one host for all."""
 
     @classmethod
     def of(cls, case: Case, stages: tuple[Stage, ...]) -> Layout:
@@ -237,11 +236,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer; where hosts are alike, as many as make equal parts."""
+        """The elements of the buffer; if hosts are alike, a number that gives equal parts."""
         return self.case.ranks * self.case.chunks if self.alike else self.case.numel
 
     def seconds(self, hosts: int) -> float:
-        """Simulate it on `hosts`: parts of the buffer are as long as on the case's own number."""
+        """Simulate the case on `hosts`, with parts of the buffer as long as on its own hosts."""
         case = self.case
         local = case.local
         ranks = case.ranks if hosts == case.hosts else hosts * local
@@ -249,7 +248,7 @@ class Layout:
         if not self.alike:
             programs = [self.program(rank, hosts, ranks) for rank in range(ranks)]
             return simulate(programs, case.machine, itemsize=itemsize).seconds
-        # Rank 0 may copy more than others, or less: the host that stands for all is with it, or without.
+        # rank 0 can copy more than others, or less, so a host with it and one without are simulated
         runs = []
         for first in (0, local) if any(stage.name == "direct" for stage in self.stages) else (local,):
             programs = [self.program(rank, hosts, ranks) for rank in range(first, first + local)]
@@ -257,7 +256,7 @@ class Layout:
         return max(runs)
 
     def program(self, rank: int, hosts: int, ranks: int) -> Program:
-        """Return what `rank` does there."""
+        """Return the program of `rank`."""
         host, place = divmod(rank, self.case.local)
         phases = []
         for stage in self.stages:
@@ -285,12 +284,12 @@ class Layout:
 
 
 def _size(case: Case, stage: Stage) -> int:
-    """Return among how many ranks a stage runs."""
+    """Return the number of ranks of a stage."""
     return {"flat": case.ranks, "inside": case.local}.get(stage.where, case.hosts)
 
 
 def _cost(case: Case, stage: Stage, numel: int) -> Cost:
-    """Return what the stage says that it sends, for a buffer of `numel`."""
+    """Return the stated cost of a stage, for a buffer of `numel`."""
     if stage.where == "between":
         numel = Blocks.even(numel, case.local).largest
     size = _size(case, stage)
@@ -299,10 +298,10 @@ def _cost(case: Case, stage: Stage, numel: int) -> Cost:
 
 
 def chunks(case: Case, stage: Stage) -> dict[str, int]:
-    """Return the keyword for a schedule that can cut its buffer.
+    """Return the keyword of a schedule with chunks.
 
-    A chain cuts so that filling it takes as long as what comes after: the square root of the buffer's time at a port
-    over a short message's, times the links but one.
+    The best chain fills as long as it drains: the square root of the buffer's time at a port over that of a short
+    message, times the links but one.
     """
     if not SCHEDULES[stage.op][stage.name].chunked:
         return {}
