@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NoReturn, cast
 
 from torch import Tensor
@@ -16,7 +16,8 @@ from aiodist.communicator.arguments import check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.compat.data import OPS, Buffer, Op, blocks_of, buffer_of, check_op
-from aiodist.compat.errors import CLASSES, MPIError, left_out, telling
+from aiodist.compat.errors import CLASSES, MPIError, telling
+from aiodist.compat.missing import left_out
 from aiodist.compat.operands import (
     check_alike,
     check_blocks,
@@ -28,7 +29,7 @@ from aiodist.compat.operands import (
     summable,
     write_array,
 )
-from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, block_on, on_loop
+from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, block_on, on_loop, waits
 from aiodist.handles import Handle, gather
 from aiodist.streams.writes import check_written
 from aiodist.types import ReduceOp
@@ -36,40 +37,15 @@ from aiodist.types import ReduceOp
 SUM = OPS["SUM"]
 COMM_TYPE_SHARED = 1
 
-_LEFT_OUT = {
-    "probe iprobe mprobe improbe": "recv() of an object, which need not know the size",
-    "Probe Iprobe Mprobe Improbe": "recv() of an object, or `coll.recv()`, which need not know the size",
-    "*_init": "Isend(), Iallreduce() and the like each time, which takes a microsecond",
-    "Alltoallw Ialltoallw": "alltoall() of objects",
-    "Create Create_group Get_group group": "Split(), or `coll.group(ranks)`",
-    "Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent Cart_map Graph_map": "Split()",
-    "Set_errhandler Get_errhandler": "try and except: each error is an exception",
-    "Create_intercomm Spawn Spawn_multiple Accept Connect Disconnect": "`aiodist run -n`, which starts all ranks",
-}
-
-
-def _blocking(call: Callable[..., Request]) -> Callable[..., None]:
-    """Return what makes `call` and waits for it."""
-
-    @wraps(call)
-    def blocking(self: Comm, *args: Any, **kwargs: Any) -> None:
-        call(self, *args, **kwargs).wait()
-
-    name = call.__name__[1:]
-    blocking.__name__ = name if call.__name__[0] == "i" else name.capitalize()
-    blocking.__doc__ = f"Make `{call.__name__}` and wait for it."
-    return blocking
-
 
 @telling
 class Comm:
-    """The calls of mpi4py's communicators over `coll`, which is aiodist's: lower case for objects, upper for buffers.
+    """The calls of mpi4py's communicators, over the communicator `coll`: lower case for objects, upper for buffers.
 
-    Names, arguments and results are mpi4py's, and so are the kinds of buffers. Calls whose names begin with `I` or `i`
-    return a `Request`, which can be awaited where `coll` belongs to an asyncio program; there the others would block
-    its loop, and raise. Sums of 16-bit floats are in float32; a reduction that torch has no arithmetic for (unsigned
-    integers, logical operators, `Op.Create`) gathers all that the ranks have. What aiodist raises is raised as an
-    `MPI.Exception`, from the error itself.
+    Names, arguments, results and kinds of buffers are mpi4py's. Calls whose names begin with `I` or `i` return a
+    `Request`. In an asyncio program, requests can be awaited, and the other calls raise, since they would block the
+    loop. Sums of 16-bit floats are in float32. A reduction without arithmetic in torch (unsigned integers, logical
+    operators, `Op.Create`) gathers the buffers of all ranks. An error of aiodist is raised as an `MPI.Exception`.
     """
 
     def __init__(self, coll: Communicator, alone: Communicator | None = None) -> None:
@@ -80,82 +56,82 @@ class Comm:
         self._freed = False
 
     def __getattr__(self, name: str) -> NoReturn:
-        left_out(f"Comm.{name}", _LEFT_OUT)
+        left_out(f"Comm.{name}")
 
     def __bool__(self) -> bool:
         return not self._freed
 
     def __eq__(self, other: object) -> bool:
-        """Return True for the same communicator; one that was freed is COMM_NULL."""
+        """Return True for the same communicator. Freed communicators equal COMM_NULL."""
         return isinstance(other, Comm) and (other.coll is self.coll if self and other else bool(self) == bool(other))
 
     def __hash__(self) -> int:
         return hash(self.coll)
 
-    # --- who and where -------------------------------------------------------------------------------------
+    # --- ranks and groups ----------------------------------------------------------------------------------
 
     def Get_rank(self) -> int:
-        """Return this process's number."""
+        """Return the rank of this process."""
         return self.coll.rank
 
     def Get_size(self) -> int:
-        """Return how many there are."""
+        """Return the number of ranks."""
         return self.coll.size
 
     def Get_name(self) -> str:
-        """Return what error messages call it."""
+        """Return the name in error messages."""
         return self.coll.name
 
     rank, size, name = property(Get_rank), property(Get_size), property(Get_name)
 
     def Dup(self) -> Comm:
-        """Return a communicator of the same ranks, whose messages never meet these."""
+        """Return a communicator of the same ranks with separate messages."""
         made = self.coll.dup(thread=True) if isinstance(self.coll, ThreadedCommunicator) else self.coll.dup()
         return Comm(made.wait(), self.alone)
 
     Clone = Dup
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
-        """Return the communicator of the ranks that gave this color, 0 or more, by key; COMM_NULL for UNDEFINED."""
+        """Return a communicator of the ranks with this color, 0 or more, by key, or COMM_NULL for UNDEFINED."""
         if color < 0 and color != UNDEFINED:
             raise MPIError(CLASSES["ERR_ARG"], f"color={color}: expected 0 or more, or UNDEFINED")
         made = self.coll.split(None if color == UNDEFINED else color, key).wait()
         return COMM_NULL if color == UNDEFINED else Comm(made, self.alone)
 
     def Split_type(self, split_type: int, key: int = 0, info: object = None) -> Comm:
-        """Return the communicator of the ranks of this host, for COMM_TYPE_SHARED; COMM_NULL for UNDEFINED."""
+        """Return a communicator of this host's ranks for COMM_TYPE_SHARED, or COMM_NULL for UNDEFINED."""
         if split_type not in (COMM_TYPE_SHARED, UNDEFINED):
             raise MPIError(CLASSES["ERR_ARG"], f"split_type={split_type}: expected COMM_TYPE_SHARED, or UNDEFINED")
         return self.Split(UNDEFINED if split_type == UNDEFINED else self.coll.node, key)
 
     def Free(self) -> None:
-        """Close it, on all its ranks."""
+        """Close the communicator, on all ranks."""
         block_on(self._loop, self.coll.aclose)
         self._freed = True
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
-        """End this process with `errorcode`, and with it the job."""
+        """End this process with `errorcode`, and the job."""
         self.coll.abort(f"MPI_Abort was called with {errorcode}")
         raise SystemExit(errorcode)
 
     # --- objects -------------------------------------------------------------------------------------------
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Send a picklable object; it is pickled at the call."""
+        """Send an object, which is pickled at the call."""
         return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag))
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Send a picklable object; the request is over once a receive has matched it."""
+        """Send an object. The request is done once a receive has matched the message."""
         return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag, synchronous=True))
 
     def recv(
         self, buf: object = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
-        """Return the next object; `buf` is not needed."""
+        """Return the next object. `buf` is ignored."""
         return self.irecv(buf, source, tag).wait(status)
 
     def irecv(self, buf: object = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Receive the next object; `buf` is not needed."""
+        """Receive the next object. `buf` is ignored."""
         return self._request(None if source == PROC_NULL else self.coll.recv_object(source, tag))
 
     def sendrecv(
@@ -168,7 +144,7 @@ class Comm:
         recvtag: int = ANY_TAG,
         status: Status | None = None,
     ) -> Any:
-        """Send an object and return the one that comes."""
+        """Send an object and return the received one."""
         self._check_destination(dest, sendtag)
         coming = self.irecv(recvbuf, source, recvtag)
         self.send(sendobj, dest, sendtag)
@@ -179,11 +155,11 @@ class Comm:
         return self.coll.broadcast_object(obj, root).wait()
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Return all ranks' objects on root, None elsewhere."""
+        """Return all ranks' objects on root, None on other ranks."""
         return self.coll.gather_object(sendobj, root).wait()
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return the object of root's that has this rank's number."""
+        """Return this rank's object of root's sequence."""
         return self.coll.scatter_object(sendobj, root).wait()
 
     def allgather(self, sendobj: Any) -> list[Any]:
@@ -191,27 +167,27 @@ class Comm:
         return self.coll.allgather_object(sendobj).wait()
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Return what all ranks have for this one."""
+        """Return the object of each rank for this rank."""
         return self.coll.alltoall_object(sendobj).wait()
 
     def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:
-        """Return the objects of all ranks, joined by `op` (a function of two) in their order, on root."""
+        """Return all ranks' objects combined by `op`, a function of two, in rank order, on root."""
         check_op(op)
         objs = self.gather(sendobj, root)
         return None if objs is None else functools.reduce(op, objs)
 
     def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
-        """Return the objects of all ranks, joined by `op` in their order."""
+        """Return all ranks' objects combined by `op` in rank order."""
         check_op(op)
         return functools.reduce(op, self.allgather(sendobj))
 
     def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
-        """Return those of rank 0 to this one, joined."""
+        """Return the objects of rank 0 to this rank, combined."""
         check_op(op)
         return functools.reduce(op, self.allgather(sendobj)[: self.rank + 1])
 
     def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
-        """Return those of the ranks before this one, joined; None on rank 0."""
+        """Return the objects of the lower ranks, combined, or None on rank 0."""
         check_op(op)
         before = self.allgather(sendobj)[: self.rank]
         return functools.reduce(op, before) if before else None
@@ -219,20 +195,20 @@ class Comm:
     # --- buffers: messages ---------------------------------------------------------------------------------
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Send a buffer, which must not change until the request is over."""
+        """Send a buffer, which must not change until the request is done."""
         return self._send(None if dest == PROC_NULL else buffer_of(buf).sent(), dest, tag)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Receive into a buffer; a shorter message fills its front."""
+        """Receive into a buffer. A shorter message fills its beginning."""
         into = None if source == PROC_NULL else buffer_of(buf, written=True).sent()
         return self._request(None if into is None else self.coll.recv(into, source, tag))
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Send a buffer; the request is over once a receive has matched it."""
+        """Send a buffer. The request is done once a receive has matched the message."""
         return self._send(None if dest == PROC_NULL else buffer_of(buf).sent(), dest, tag, synchronous=True)
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
-        """Receive into a buffer; a shorter message fills its front, and `status` says how long it was."""
+        """Receive into a buffer. A shorter message fills its beginning, and `status` has the length."""
         self.Irecv(buf, source, tag).wait(status)
 
     def Isendrecv(
@@ -287,7 +263,7 @@ class Comm:
         return self._both(*self._exchange(sent, dest, sendtag, buf, source, recvtag))
 
     def _send(self, sent: Tensor | None, dest: int, tag: int, *, synchronous: bool = False) -> Request:
-        """Send a tensor, or nothing if `dest` is PROC_NULL."""
+        """Send a tensor, unless `dest` is PROC_NULL."""
         if sent is None or dest == PROC_NULL:
             return self._request(None)
         return self._request(self.coll.send(sent, dest, tag, synchronous=synchronous))
@@ -295,7 +271,7 @@ class Comm:
     def _exchange(
         self, sent: Tensor | None, dest: int, sendtag: int, recvbuf: Any, source: int, recvtag: int
     ) -> tuple[Request, Request]:
-        """Issue a receive and a send, or neither: arguments are checked first, for a receive may match at its call."""
+        """Issue a receive and a send, or neither, since all checks come first."""
         self._check_destination(dest, sendtag)
         if sent is not None and source != PROC_NULL and overlaps(sent, buffer_of(recvbuf, written=True).octets):
             raise ValueError("sendbuf overlaps recvbuf: expected other memory, or Sendrecv_replace of one buffer")
@@ -317,11 +293,11 @@ class Comm:
     # --- buffers: collectives ------------------------------------------------------------------------------
 
     def Ibarrier(self) -> Request:
-        """Be over once all ranks have called it."""
+        """Return a request that is done once all ranks have made this call."""
         return self._request(self.coll.barrier())
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
-        """Fill every rank's buffer with root's."""
+        """Copy root's buffer to every rank."""
         check_written(buf[0] if isinstance(buf, (list, tuple)) else buf, "Bcast", "its buffer")
         data = buffer_of(buf, written=self.rank != root)
         if (t := data.typed()) is not None:
@@ -329,7 +305,7 @@ class Comm:
         return self._request(self._comparing("bcast", data, data.length, root=root).broadcast(data.octets, root))
 
     def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Fill root's buffer with all ranks', in their order: blocks of one length."""
+        """Gather all ranks' buffers, of one length, into root's buffer, in rank order."""
         into = buffer_of(recvbuf, self.size, written=True) if self.rank == root else None
         if into is not None and in_place(sendbuf):
             mine = into.block(self.rank, self.size).copied()
@@ -341,7 +317,7 @@ class Comm:
         return self._request(coll.gather(mine.octets, root, out=None if into is None else into.octets))
 
     def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Fill each rank's buffer with its block of root's: blocks of one length."""
+        """Copy to each rank its block of root's buffer, of one length."""
         whole = buffer_of(sendbuf, self.size) if self.rank == root else None
         if whole is not None and in_place(recvbuf):
             into, out = whole.block(self.rank, self.size), None
@@ -354,7 +330,7 @@ class Comm:
         return self._request(coll.scatter(None if whole is None else whole.blocks(self.size), root, out=out))
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Fill every rank's buffer with all ranks', in their order: blocks of one length."""
+        """Gather all ranks' buffers, of one length, into each rank's buffer, in rank order."""
         into = buffer_of(recvbuf, self.size, written=True)
         if in_place(sendbuf):
             mine = into.block(self.rank, self.size)
@@ -362,13 +338,13 @@ class Comm:
             mine = buffer_of(sendbuf)
             check_blocks(mine.length, into, self.size)
         if mine.length and (t := mine.typed()) is not None and (out := into.typed()) is not None:
-            # As rows, which are to be alike.
+            # As rows, since the ranks compare the length of a row.
             return self._request(self.coll.allgather(t.view(1, -1), out=out.view(self.size, -1)))
         coll = self._comparing("allgather", mine, mine.length)
         return self._request(coll.allgather(mine.octets, out=into.octets))
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Fill the buffer with the blocks that all ranks have for this one: blocks of one length."""
+        """Fill the buffer with each rank's block for this rank, of one length."""
         into = buffer_of(recvbuf, self.size, written=True)
         mine = into.copied() if in_place(sendbuf) else buffer_of(sendbuf, self.size)
         check_alike(mine, into)
@@ -378,14 +354,14 @@ class Comm:
         return self._request(coll.alltoall_single(mine.octets, out=into.octets))
 
     def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """As `Igather`, of blocks of different lengths: [data, counts, displacements, datatype] on root."""
+        """As `Igather`, with blocks of different lengths: [data, counts, displacements, datatype] on root."""
         into = blocks_of(recvbuf, self.size, written=True) if self.rank == root else None
         mine = into[root].copied() if into and in_place(sendbuf) else buffer_of(sendbuf)
         coll = self._comparing("gatherv", mine, root=root)
         return self._request(coll.gather(mine.octets, root), None if into is None else partial(fill_blocks, into))
 
     def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """As `Iscatter`, of blocks of different lengths."""
+        """As `Iscatter`, with blocks of different lengths."""
         parts = blocks_of(sendbuf, self.size) if self.rank == root else None
         into = parts[root] if parts and in_place(recvbuf) else buffer_of(recvbuf, written=True)
         out = None if parts and in_place(recvbuf) else into.octets
@@ -393,20 +369,20 @@ class Comm:
         return self._request(coll.scatter(None if parts is None else [part.octets for part in parts], root, out=out))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """As `Iallgather`, of blocks of different lengths."""
+        """As `Iallgather`, with blocks of different lengths."""
         into = blocks_of(recvbuf, self.size, written=True)
         mine = into[self.rank].copied() if in_place(sendbuf) else buffer_of(sendbuf)
         return self._request(self._comparing("allgatherv", mine).allgather(mine.octets), partial(fill_blocks, into))
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """As `Ialltoall`, of blocks of different lengths."""
+        """As `Ialltoall`, with blocks of different lengths."""
         into = blocks_of(recvbuf, self.size, written=True)
         given = [block.copied() for block in into] if in_place(sendbuf) else blocks_of(sendbuf, self.size)
         coll = self._comparing("alltoallv", given[0])
         return self._request(coll.alltoall([block.octets for block in given]), partial(fill_blocks, into))
 
     def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
-        """Reduce all ranks' buffers into root's."""
+        """Reduce all ranks' buffers into root's buffer."""
         mine, into = operands(sendbuf, recvbuf) if self.rank == root else (buffer_of(sendbuf), None)
         check_op(op, mine.number_kind)
         if into is not None:
@@ -415,28 +391,27 @@ class Comm:
             out = None if into is None else into.octets.view(t.dtype)
             return self._request(self.coll.reduce(t, op.native or ReduceOp.SUM, root, out=out))
         gathered = self._comparing("reduce", mine, mine.length, op=op, root=root).gather(mine.octets, root)
-        return self._request(
-            gathered, None if into is None else (lambda parts: write_array(into.octets, joined(parts, mine, op)))
-        )
+        finish = None if into is None else (lambda parts: write_array(into.octets, joined(parts, mine, op)))
+        return self._request(gathered, finish)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Reduce all ranks' buffers into every one."""
+        """Reduce all ranks' buffers into each rank's buffer."""
         return self._reduced("allreduce", sendbuf, recvbuf, op, slice(None))
 
     def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Reduce those of rank 0 to this one."""
+        """Reduce the buffers of rank 0 to this rank."""
         return self._reduced("scan", sendbuf, recvbuf, op, slice(self.rank + 1))
 
     def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Reduce those of the ranks before this one; what rank 0's buffer holds then means nothing."""
+        """Reduce the buffers of the lower ranks. Rank 0's result is undefined."""
         return self._reduced("exscan", sendbuf, recvbuf, op, slice(self.rank))
 
     def Ireduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> Request:
-        """Reduce all ranks' buffers, and give rank r its block, of `recvcounts[r]` elements.
+        """Reduce all ranks' buffers, and return rank r's block of `recvcounts[r]` elements.
 
-        Without counts the ranks tell one another theirs first, which blocks.
+        Without counts, the call blocks and exchanges them first.
         """
         mine, into = operands(sendbuf, recvbuf)
         check_op(op, mine.number_kind)
@@ -454,13 +429,13 @@ class Comm:
         return self._request(gathered, lambda parts: write_array(out, joined([p[block] for p in parts], mine, op)))
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """As `Ireduce_scatter`, of blocks of one length."""
+        """As `Ireduce_scatter`, with blocks of one length."""
         whole = buffer_of(recvbuf if in_place(sendbuf) else sendbuf, self.size)
         length = whole.length // self.size
         return self.Ireduce_scatter(sendbuf, recvbuf, [length] * self.size, op)
 
     def _reduced(self, name: str, sendbuf: Any, recvbuf: Any, op: Op, ranks: slice) -> Request:
-        """Issue the reduction called `name`, into which the `ranks` go."""
+        """Issue the reduction `name` of the buffers of `ranks`."""
         mine, into = operands(sendbuf, recvbuf)
         check_op(op, mine.number_kind)
         check_alike(mine, into)
@@ -474,21 +449,21 @@ class Comm:
 
         return self._request(self._comparing(name, mine, mine.length, op=op).allgather(mine.octets), finish)
 
-    send, ssend, Send, Ssend = _blocking(isend), _blocking(issend), _blocking(Isend), _blocking(Issend)
+    send, ssend, Send, Ssend = waits(isend), waits(issend), waits(Isend), waits(Issend)
     bsend, ibsend, Bsend, Ibsend, Rsend, Irsend = send, isend, Send, Isend, Send, Isend
-    barrier = _blocking(Ibarrier)
-    Barrier, Bcast, Gather, Scatter = _blocking(Ibarrier), _blocking(Ibcast), _blocking(Igather), _blocking(Iscatter)
-    Allgather, Alltoall = _blocking(Iallgather), _blocking(Ialltoall)
-    Gatherv, Scatterv = _blocking(Igatherv), _blocking(Iscatterv)
-    Allgatherv, Alltoallv = _blocking(Iallgatherv), _blocking(Ialltoallv)
-    Reduce, Allreduce = _blocking(Ireduce), _blocking(Iallreduce)
-    Reduce_scatter, Reduce_scatter_block = _blocking(Ireduce_scatter), _blocking(Ireduce_scatter_block)
-    Scan, Exscan = _blocking(Iscan), _blocking(Iexscan)
+    barrier = waits(Ibarrier)
+    Barrier, Bcast, Gather, Scatter = waits(Ibarrier), waits(Ibcast), waits(Igather), waits(Iscatter)
+    Allgather, Alltoall = waits(Iallgather), waits(Ialltoall)
+    Gatherv, Scatterv = waits(Igatherv), waits(Iscatterv)
+    Allgatherv, Alltoallv = waits(Iallgatherv), waits(Ialltoallv)
+    Reduce, Allreduce = waits(Ireduce), waits(Iallreduce)
+    Reduce_scatter, Reduce_scatter_block = waits(Ireduce_scatter), waits(Ireduce_scatter_block)
+    Scan, Exscan = waits(Iscan), waits(Iexscan)
 
     def _comparing(
         self, name: str, data: Buffer, count: int | None = None, *, op: Op | None = None, root: int | None = None
     ) -> Communicator:
-        """Return the communicator for one call whose ranks compare MPI's words: datatype, count, operator, root."""
+        """Return a communicator for one call whose ranks compare datatype, count, operator and root."""
         size = None if count is None else f"[{count}]"
         what = Fingerprint(name, data.words(), size, None if op is None else op.name, root)
         return cast(Communicator, parts_of(self.coll).comparing(what))
@@ -498,7 +473,7 @@ class Comm:
 
 
 class NullComm(Comm):
-    """`COMM_NULL`: false; each call raises an `MPI.Exception` of ERR_COMM."""
+    """`COMM_NULL`, which is false. Each call raises an `MPI.Exception` of ERR_COMM."""
 
     def __init__(self) -> None:
         self._freed = True

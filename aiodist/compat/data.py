@@ -1,4 +1,4 @@
-"""Data of calls: datatypes, operators, and mpi4py's kinds of buffers as tensors that share their memory."""
+"""Data of calls: datatypes, operators, and mpi4py's kinds of buffers as tensors of the same memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.compat.errors import CLASSES, MPIError, left_out
+from aiodist.compat.errors import CLASSES, MPIError
+from aiodist.compat.missing import left_out
 from aiodist.streams.writes import check_writable
 from aiodist.types import ReduceOp
 
-DERIVED = "a contiguous copy of what is to travel, by numpy"
-"""In place of derived types."""
 IN_PLACE = type("InPlace", (), {"__repr__": lambda self: "IN_PLACE"})()
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """A type of elements, such as INT; `dtype` is numpy's."""
+    """A type of elements, such as INT, with numpy's `dtype`."""
 
     name: str
     dtype: np.dtype[Any]
@@ -35,11 +34,11 @@ class Datatype:
     size = property(Get_size)
 
     def __getattr__(self, name: str) -> NoReturn:
-        left_out(f"Datatype.{name}", {"Create_* Commit Dup Resized Get_*extent Pack* Unpack*": DERIVED})
+        left_out(f"Datatype.{name}")
 
 
 class NullDatatype(Datatype):
-    """`DATATYPE_NULL`: false; each call that needs a datatype raises an `MPI.Exception` of ERR_TYPE."""
+    """`DATATYPE_NULL`, which is false. Each call that needs a datatype raises an `MPI.Exception` of ERR_TYPE."""
 
     def __init__(self) -> None:
         super().__init__("MPI_DATATYPE_NULL", np.dtype("V"))
@@ -48,7 +47,7 @@ class NullDatatype(Datatype):
         return False
 
     def Get_size(self) -> int:
-        """Raise: it has no elements."""
+        """Raise `MPIError`, since there are no elements."""
         raise MPIError(CLASSES["ERR_TYPE"], "DATATYPE_NULL is no datatype of elements: expected one such as MPI.INT")
 
     size = property(Get_size)
@@ -80,7 +79,7 @@ _CODES = {
     **{f"i{bits // 8}": f"INT{bits}_T" for bits in (8, 16, 32, 64)},
     **{f"u{bits // 8}": f"UINT{bits}_T" for bits in (8, 16, 32, 64)},
 }
-"""Names of datatypes, by numpy's code."""
+"""Names of datatypes by numpy's code."""
 DATATYPES = {name: Datatype(name, np.dtype(code)) for code, names in _CODES.items() for name in names.split()}
 
 
@@ -90,20 +89,20 @@ class Op:
 
     name: str
     objects: Callable[[Any, Any], Any]
-    """Of two Python objects, the one of the lower rank first."""
+    """Function of two Python objects, the lower rank's first."""
     arrays: Callable[[Any, Any], Any]
-    """Of two numpy arrays."""
+    """Function of two numpy arrays."""
     native: ReduceOp | None = None
-    """What a communicator calls it, None where it has none."""
+    """Operator of communicators, or None if they have none."""
     takes: str = "biufcmMSUV"
-    """Kinds of numpy's dtypes that it takes in buffers."""
+    """Kinds of numpy's dtypes that are allowed in buffers."""
 
     @classmethod
     def Create(cls, function: Callable[[Any, Any, Any], Any], commute: bool = False) -> Op:
-        """Return the operator of `function(a, b, datatype)`, as mpi4py calls it; `datatype` is None.
+        """Return the operator of `function(a, b, datatype)`, as in mpi4py. `datatype` is None.
 
-        Of buffers, `a` and `b` are writable bytes, and it leaves `a op b` in `b`; of objects it returns `a op b`.
-        `commute` makes no difference: ranks are taken in their order.
+        For buffers, `a` and `b` are writable bytes, and the function writes `a op b` to `b`. For objects, the function
+        returns `a op b`. `commute` is ignored, since reductions combine in rank order.
         """
 
         def arrays(a: Any, b: Any) -> Any:
@@ -114,7 +113,7 @@ class Op:
         return cls("user", lambda a, b: function(a, b, None), arrays)
 
     def Free(self) -> None:
-        """Do nothing, as there is nothing to free; raise `MPIError` of ERR_OP for an operator of MPI's."""
+        """Do nothing. Raise `MPIError` of ERR_OP for an operator of MPI."""
         if self.name in OPS:
             raise MPIError(CLASSES["ERR_OP"], f"{self.name} is an operator of MPI: expected one of Op.Create")
 
@@ -124,7 +123,7 @@ class Op:
 
 
 class NullOp(Op):
-    """`OP_NULL`: false; each call that is given it raises an `MPI.Exception` of ERR_OP."""
+    """`OP_NULL`, which is false. Each call with it raises an `MPI.Exception` of ERR_OP."""
 
     def __init__(self) -> None:
         super().__init__("MPI_OP_NULL", self._refuse, self._refuse)
@@ -133,7 +132,7 @@ class NullOp(Op):
         return False
 
     def Free(self) -> None:
-        """Raise: there is nothing to free."""
+        """Raise `MPIError`."""
         self._refuse()
 
     @staticmethod
@@ -142,9 +141,9 @@ class NullOp(Op):
 
 
 def check_op(op: Any, kind: str | None = None) -> None:
-    """Raise unless `op` is an operator, and takes elements of a `kind` of numpy's dtypes in buffers.
+    """Raise TypeError unless `op` is an operator, and `MPIError` of ERR_OP unless it takes elements of `kind`.
 
-    TypeError for another object, `MPIError` of ERR_OP for an operator.
+    `kind` is that of numpy's dtype, for buffers.
     """
     if isinstance(op, NullOp):
         op.Free()
@@ -165,7 +164,7 @@ _KIND_NAMES = {"b": "bool", "i": "integers", "u": "unsigned integers", "f": "flo
 
 
 def _located(better: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
-    """Return what chooses between two pairs (value, place): the better value, the lower place of equal ones."""
+    """Return a function that chooses one of two pairs (value, place): the better value, or the lower place."""
 
     def choose(a: Any, b: Any) -> Any:
         if a[0] == b[0]:
@@ -212,40 +211,40 @@ class Buffer(NamedTuple):
     """The elements that a call reads or writes."""
 
     octets: Tensor
-    """Their bytes, uint8 of shape (nbytes,), in the memory of the caller."""
+    """Bytes of the elements in the caller's memory: uint8 of shape (nbytes,)."""
     dtype: np.dtype[Any]
     torch_kind: torch.dtype | None = None
-    """What they are, where numpy has no such type: `dtype` tells their size alone then."""
+    """Torch's dtype if numpy has no such type, otherwise None. Only the size of `dtype` then counts."""
 
     @property
     def kind(self) -> np.dtype[Any] | torch.dtype:
-        """What the elements are."""
+        """Type of the elements."""
         return self.torch_kind or self.dtype
 
     @property
     def number_kind(self) -> str:
-        """The kind of numbers, as a letter of numpy's dtypes: torch's own types are floats."""
+        """Kind of the numbers as a letter of numpy's dtypes. Types that only torch has are floats."""
         return "f" if self.torch_kind is not None else self.dtype.kind
 
     def blocks(self, count: int) -> list[Tensor]:
-        """Return the bytes in so many equal blocks."""
+        """Return the bytes in `count` equal blocks."""
         return list(self.octets.view(count, self.octets.numel() // count))
 
     def block(self, number: int, count: int) -> Buffer:
-        """Return block `number` of `count` equal ones."""
+        """Return block `number` of `count` equal blocks."""
         return self._replace(octets=self.blocks(count)[number])
 
     def copied(self) -> Buffer:
-        """Return the elements in memory of their own."""
+        """Return a copy of the elements."""
         return self._replace(octets=self.octets.clone())
 
     @property
     def length(self) -> int:
-        """How many elements they are."""
+        """Number of elements."""
         return self.octets.numel() // self.dtype.itemsize
 
     def part(self, start: int, nbytes: int) -> Buffer:
-        """Return so many bytes from `start` on; raise ValueError where there are fewer."""
+        """Return `nbytes` bytes from `start` on. Raise ValueError if there are fewer."""
         if start < 0 or nbytes < 0 or start + nbytes > self.octets.numel():
             size = self.dtype.itemsize
             raise ValueError(
@@ -255,23 +254,23 @@ class Buffer(NamedTuple):
         return self._replace(octets=self.octets[start : start + nbytes])
 
     def numbers(self) -> Tensor | None:
-        """Return the elements as a tensor of numbers; None where torch has no such arithmetic."""
+        """Return the elements as a tensor of numbers, or None if torch has no arithmetic for them."""
         kind = self.torch_kind or _KINDS.get(self.dtype)
         return None if kind is None else self.octets.view(kind)
 
     def typed(self) -> Tensor | None:
-        """Return the elements as a tensor that a communicator moves and compares by its dtype; None for others."""
+        """Return the elements as a tensor of a dtype that communicators move, or None for other types."""
         kind = self.torch_kind or _KINDS.get(self.dtype)
         return self.octets.view(kind) if kind in _MOVED else None
 
     def sent(self) -> Tensor:
-        """Return the elements as a message carries them: unsigned integers as signed, types of no tensor as bytes."""
+        """Return the elements for a message: unsigned integers as signed ones, types without tensors as bytes."""
         signed = np.dtype(f"i{self.dtype.itemsize}") if self.dtype.kind == "u" and self.dtype.isnative else self.dtype
         t = self._replace(dtype=signed).typed() if self.dtype.itemsize > 1 else self.typed()
         return self.octets if t is None else t
 
     def words(self) -> str:
-        """Return what ranks compare of a datatype."""
+        """Return the name of the datatype that ranks compare."""
         return str(self.torch_kind or (self.dtype.name if self.dtype.isnative else self.dtype.str))
 
 
@@ -279,10 +278,10 @@ _MOVED = {*_KINDS.values(), torch.bfloat16}
 
 
 def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:
-    """Return the elements that `spec` means: a buffer, or [buffer, count, datatype], each of these two optional.
+    """Return the elements of `spec`: a buffer, or [buffer, count, datatype] with count and datatype optional.
 
-    A count is that of each of the `blocks`; without one all of the buffer is meant. Raises TypeError for what is no
-    contiguous buffer on the CPU, or cannot be `written`, and ValueError for one that is shorter than it says.
+    The count is that of each of the `blocks`. Without a count, the whole buffer is returned. Raises TypeError unless
+    the buffer is contiguous, on the CPU and writable if `written`, and ValueError if the buffer is too short.
     """
     (count, displacement), whole = _parsed(spec, written)
     size = whole.dtype.itemsize
@@ -297,10 +296,10 @@ def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:
 
 
 def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> list[Buffer]:
-    """Return each rank's block of what `spec` means, [buffer, counts, displacements, datatype], both in elements.
+    """Return each rank's block of `spec`: [buffer, counts, displacements, datatype], the middle two in elements.
 
-    One count goes for all, one displacement is the distance of neighbours; without them blocks are as equal as can be,
-    and one follows another. A tuple may hold both. Raises as `buffer_of`.
+    One count is for all blocks, one displacement is the distance of blocks. By default, blocks are nearly equal and
+    adjacent. Counts and displacements may be in a tuple. Raises as `buffer_of`.
     """
     (counts, places), whole = _parsed(spec, written)
     size, elements = whole.dtype.itemsize, whole.length
@@ -318,7 +317,7 @@ def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> list[Buffer]:
 
 
 def _parsed(spec: Any, written: bool) -> tuple[tuple[Any, Any], Buffer]:
-    """Return what is said of counts and displacements, and all of the buffer."""
+    """Return counts and displacements of `spec`, or None for each, and the whole buffer."""
     data, rest = (spec[0], list(spec[1:])) if isinstance(spec, (list, tuple)) else (spec, [])
     given = rest.pop() if rest and isinstance(rest[-1], (Datatype, str)) else None
     if len(rest) == 1 and isinstance(rest[0], tuple):
@@ -330,7 +329,7 @@ def _parsed(spec: Any, written: bool) -> tuple[tuple[Any, Any], Buffer]:
     if given is not None:
         kind = DATATYPES.get(given, given) if isinstance(given, str) else given
         if isinstance(kind, Datatype):
-            kind.Get_size()  # which raises for DATATYPE_NULL
+            kind.Get_size()  # raises for DATATYPE_NULL
         whole = Buffer(whole.octets, kind.dtype if isinstance(kind, Datatype) else np.dtype(kind))
     return (counts, places), whole
 
@@ -361,12 +360,12 @@ def _memory(data: Any, written: bool) -> Buffer:
     if not octets.flags.writeable:
         if written:
             raise TypeError(f"{type(data).__name__} is read-only: expected a buffer that can be written")
-        octets = octets.copy()  # torch knows no tensors that cannot be written
+        octets = octets.copy()  # torch has no read-only tensors
     return Buffer(torch.from_numpy(octets), array.dtype)
 
 
 def _in_memory(strides: Sequence[int]) -> list[int]:
-    """Return the dimensions in the order of their strides: elements travel as they lie in memory, as with mpi4py."""
+    """Return the dimensions in the order of their strides. Elements travel in memory order, as with mpi4py."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 

@@ -1,4 +1,4 @@
-"""`Compute_dims`: the sides of a grid of ranks."""
+"""`Compute_dims` returns the sides of a grid of ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from aiodist.compat.errors import CLASSES, MPIError
 
 
 def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
-    """Return the sides of a grid of `nnodes` ranks, as close to one another as can be, in descending order.
+    """Return the sides of a grid of `nnodes` ranks, as equal as possible, in descending order.
 
-    `dims` is the number of dimensions, or a list of sides; each 0 in it is computed. Raises `MPI.Exception` of
-    ERR_DIMS unless `nnodes` is positive, and a multiple of the sides that are given.
+    `dims` is the number of dimensions, or a list of sides with 0 for each side to compute. Raises `MPI.Exception` of
+    ERR_DIMS unless `nnodes` is positive, and a multiple of the given sides.
 
     >>> Compute_dims(12, 2), Compute_dims(12, [0, 2, 0])
     ([4, 3], [3, 2, 2])
@@ -29,7 +29,7 @@ def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
 
 
 def _grids(number: int, dims: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Yield each way to write a number as a product of so many factors, in descending order, none above `most`."""
+    """Yield each product of `dims` factors in descending order, of at most `most`, that equals `number`."""
     if dims == 1:
         if most is None or number <= most:
             yield (number,)

@@ -1,9 +1,8 @@
-"""`MPI.Exception` and MPI's error classes: each error of aiodist is raised as one of them."""
+"""`MPI.Exception` and MPI's error classes, as which `compat` raises errors of aiodist."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import isfunction
 from types import MappingProxyType, TracebackType
@@ -27,7 +26,7 @@ _NAMES = (
     *("ERR_IN_STATUS", "ERR_PENDING", "ERR_REQUEST", "ERR_PROC_FAILED", "ERR_REVOKED", "ERR_WIN"),
 )
 CLASSES = MappingProxyType({name: number for number, name in enumerate(_NAMES)})
-"""Numbers by name: those that programs compare with. What a class is for is MPI's."""
+"""Numbers of MPI's error classes by name."""
 
 _CLASS_OF: tuple[tuple[type[AiodistError], str], ...] = (
     (BufferInFlight, "ERR_BUFFER"),
@@ -39,24 +38,24 @@ _CLASS_OF: tuple[tuple[type[AiodistError], str], ...] = (
     (AiodistError, "ERR_OTHER"),
 )
 _CLASS_OF_ARGUMENT = MappingProxyType({"root": "ERR_ROOT", "dst": "ERR_RANK", "src": "ERR_RANK", "tag": "ERR_TAG"})
-"""By the word that a message about a wrong argument begins with."""
+"""Error class by the first word of a message about a wrong argument."""
 
 
 class MPIError(AiodistError, RuntimeError):
-    """What went wrong, with the number of its class; raised from the error of aiodist, or from a ValueError."""
+    """An error with the number of its class, raised from an error of aiodist or a ValueError."""
 
     def __init__(self, ierr: int = CLASSES["SUCCESS"], said: str | None = None) -> None:
         super().__init__(error_string(ierr) if said is None else said)
         self.error_class = self.error_code = int(ierr)
 
     def Get_error_class(self) -> int:
-        """Return the number of its class, such as `MPI.ERR_TRUNCATE`."""
+        """Return the number of the error class, such as `MPI.ERR_TRUNCATE`."""
         return self.error_class
 
     Get_error_code = __int__ = Get_error_class
 
     def Get_error_string(self) -> str:
-        """Return what was seen and what was expected."""
+        """Return the message."""
         return str(self)
 
     error_string = property(Get_error_string)
@@ -72,33 +71,21 @@ class MPIError(AiodistError, RuntimeError):
 
 
 def error_class(errorcode: int) -> int:
-    """Return the class of a code, which is the code: there are no others."""
+    """Return the class of an error code, which is the code itself."""
     error_string(errorcode)
     return errorcode
 
 
 def error_string(errorcode: int) -> str:
-    """Return the name of a class; raise `MPIError` of ERR_ARG for a number that is none."""
+    """Return the name of an error class. Raise `MPIError` of ERR_ARG for another number."""
     for name, number in CLASSES.items():
         if number == errorcode:
             return f"MPI_{name}"
     raise MPIError(CLASSES["ERR_ARG"], f"error code {errorcode}: expected 0 to {len(CLASSES) - 1}")
 
 
-class LeftOut(NotImplementedError, AttributeError):
-    """A name of mpi4py's that this front has not; says what to use."""
-
-
-def left_out(name: str, table: dict[str, str]) -> NoReturn:
-    """Raise `LeftOut` for a name that is among the patterns of `table`, AttributeError for another."""
-    for patterns, instead in table.items():
-        if any(fnmatchcase(name.rpartition(".")[2], pattern) for pattern in patterns.split()):
-            raise LeftOut(f"{name} is left out: use {instead}")
-    raise AttributeError(f"aiodist.compat.mpi has no {name}")
-
-
 class Null:
-    """A null object of a kind that this front leaves out: false; each call raises an `MPI.Exception`."""
+    """A null object of a kind that is not implemented. It is false, and each call raises an `MPI.Exception`."""
 
     def __init__(self, name: str, error_class: str) -> None:
         """`error_class` is the name of the class of its errors."""
@@ -118,7 +105,7 @@ class Null:
 
 
 class Told:
-    """In this block an error of aiodist is raised as the `MPIError` that a program for mpi4py looks for."""
+    """A block that raises an error of aiodist as an `MPIError`."""
 
     def __enter__(self) -> None: ...
 
@@ -130,7 +117,7 @@ class Told:
 
 
 class Outcome(Told):
-    """The same of an operation: a message that met a receive of another datatype is an error of ERR_TYPE."""
+    """As `Told`, for the end of an operation. A message of another datatype than its receive raises ERR_TYPE."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -142,12 +129,12 @@ class Outcome(Told):
 
 def _class_of(error: AiodistError) -> str:
     if isinstance(error, BackendError) and error.code is None and (error.op or "").startswith("recv "):
-        return "ERR_TRUNCATE"  # no library failed: the message is longer than its buffer
+        return "ERR_TRUNCATE"  # the message is longer than its buffer, and no library failed
     return next(name for kind, name in _CLASS_OF if isinstance(error, kind))
 
 
 def telling(cls: C) -> C:
-    """Have the public calls of a class raise `MPIError`: for a wrong rank, root or tag too."""
+    """Decorate a class so that its public calls raise `MPIError`, also for an invalid rank, root or tag."""
     for name, call in list(vars(cls).items()):
         if isfunction(call) and not name.startswith("_"):
             setattr(cls, name, _telling(call))

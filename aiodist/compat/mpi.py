@@ -1,8 +1,8 @@
 """mpi4py's interface: `import aiodist.compat.mpi as MPI` in place of `from mpi4py import MPI`.
 
-`MPI.COMM_WORLD` opens the world when it is first used (`aiodist.start`) and closes it when the program ends. Requests
-can be awaited: in an asyncio program `MPI.Comm(coll)` has these calls over a communicator. A name that is left out
-raises `LeftOut`, which says what to use. MPI itself need not be there.
+The first use of `MPI.COMM_WORLD` opens the world (`aiodist.start`), which closes when the program ends. In an asyncio
+program, `MPI.Comm(coll)` has these calls over a communicator, and requests can be awaited. A name that is not
+implemented raises `LeftOut`, which names a replacement. The module does not need MPI.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from time import perf_counter
 from typing import Any, Final
 
 from aiodist.compat.comm import COMM_NULL, COMM_TYPE_SHARED, Comm
-from aiodist.compat.data import DATATYPE_NULL, DATATYPES, DERIVED, IN_PLACE, OP_NULL, OPS, Datatype, Op
+from aiodist.compat.data import DATATYPE_NULL, DATATYPES, IN_PLACE, OP_NULL, OPS, Datatype, Op
 from aiodist.compat.dims import Compute_dims
-from aiodist.compat.errors import CLASSES, LeftOut, MPIError, Null, Told, error_class, error_string, left_out
+from aiodist.compat.errors import CLASSES, MPIError, Null, Told, error_class, error_string
+from aiodist.compat.missing import LeftOut, left_out
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, REQUEST_NULL, UNDEFINED, Request, Status
 from aiodist.compat.windows import WIN_NULL, Win
 from aiodist.errors import AiodistError
@@ -62,24 +63,9 @@ Get_error_class, Get_error_string = error_class, error_string
 Wtime = perf_counter
 Get_processor_name = socket.gethostname
 
-_LEFT_OUT = {
-    "WIN_* LOCK_*": "Win.Allocate_shared, `coll.shared_table`, or aiodist.ParameterServer",
-    "File MODE_* SEEK_*": "aiodist.save, or numpy.memmap",
-    "Group": "`coll.group(ranks)`",
-    "Info Errhandler Session INFO_* ERRHANDLER_* ERRORS_*": "the arguments of aiodist.init",
-    "COMBINER_* DISTRIBUTE_* ORDER_*": DERIVED,
-    "Cartcomm Graphcomm Distgraphcomm Topocomm Intercomm": "Comm.Split",
-    "Prequest Grequest Message": "Request",
-    "Pickle pickle": "Python's pickle, as the calls for objects do; send the bytes that another serializer makes",
-    "ERR_*": "other classes: nothing raises these",
-    "Add_error_class Add_error_code Add_error_string": "an exception of your own",
-    "Alloc_mem Free_mem Get_address": "ordinary memory",
-    "Publish_name Lookup_name Open_port Close_port": "`aiodist run --hosts`",
-}
-
 
 class _World:
-    """COMM_WORLD and COMM_SELF, once they are used: the front's only state, as MPI's is the process's."""
+    """COMM_WORLD and COMM_SELF from their first use on, the only state of the module."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -99,14 +85,14 @@ class _World:
             return self.opened
 
     def _at_exit(self) -> None:
-        """Close the world; show what that raises as if the program had raised it."""
+        """Close the world, and print an error of the close as an error of the program."""
         try:
             self.close()
-        except (AiodistError, RuntimeError, OSError) as error:  # Python would call it ignored, and show frames of ours
+        except (AiodistError, RuntimeError, OSError) as error:  # Python would call the error ignored
             print_error(error)
 
     def close(self) -> None:
-        """Close the world; the others hear of what ended this program, if that was an exception."""
+        """Close the world. The other ranks get the exception that ended this program, if any."""
         if self.closed or self.opened is None:
             return
         self.closed = True
@@ -127,13 +113,13 @@ def Init() -> None:
 
 
 def Init_thread(required: int = THREAD_SERIALIZED) -> int:
-    """Open the world now; return what threads may do: take turns."""
+    """Open the world now, and return the level of threads, which may take turns."""
     Init()
     return THREAD_SERIALIZED
 
 
 def Query_thread() -> int:
-    """Return what threads may do: take turns."""
+    """Return the level of threads, which may take turns."""
     return THREAD_SERIALIZED
 
 
@@ -145,32 +131,32 @@ def Finalize() -> None:
 
 
 def Is_initialized() -> bool:
-    """Return whether the world was opened."""
+    """Return True if the world was opened."""
     return _world.opened is not None
 
 
 def Is_finalized() -> bool:
-    """Return whether it was closed."""
+    """Return True if the world was closed."""
     return _world.closed
 
 
 def Get_version() -> tuple[int, int]:
-    """Return the version of the MPI standard that these calls are named after."""
+    """Return the version of the MPI standard that defines these calls."""
     return 3, 1
 
 
 def Get_library_version() -> str:
-    """Return what stands where MPI's library names itself."""
+    """Return the name and the version of aiodist, in place of an MPI library's."""
     return f"aiodist {version('aiodist')}"
 
 
 def get_vendor() -> tuple[str, tuple[int, int, int]]:
-    """Return ("aiodist", (0, 0, 0)): no MPI need be here."""
+    """Return ("aiodist", (0, 0, 0)), without MPI."""
     return "aiodist", (0, 0, 0)
 
 
 def Attach_buffer(buf: object = None) -> None:
-    """Do nothing: `Bsend` needs no buffer."""
+    """Do nothing, since `Bsend` needs no buffer."""
 
 
 Detach_buffer = Attach_buffer
@@ -188,4 +174,4 @@ def __getattr__(name: str) -> Any:
         alone = _world.comm().alone
         assert alone is not None
         return Comm(alone, alone)
-    left_out(name, _LEFT_OUT)
+    left_out(name)

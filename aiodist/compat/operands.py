@@ -1,4 +1,4 @@
-"""Checks of the operands of calls for buffers, and how operands are joined and placed."""
+"""Checks, combination and placement of the operands of calls for buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiodist.types import ReduceOp
 
 
 def check_blocks(count: int, whole: Buffer, ranks: int) -> None:
-    """Raise `MPIError` unless a block of `count` elements is one of the equal blocks of `whole`."""
+    """Raise `MPIError` unless `ranks` blocks of `count` elements fill `whole`."""
     if count * ranks != whole.length:
         said = f"a block of {count} elements, a buffer of {whole.length} for {ranks} ranks"
         kind = "ERR_TRUNCATE" if count * ranks > whole.length else "ERR_COUNT"
@@ -31,7 +31,7 @@ def check_alike(mine: Buffer, into: Buffer) -> None:
 
 
 def check_counts(counts: Sequence[int], ranks: int, mine: Buffer, spare: int) -> None:
-    """Raise unless there is a count for each rank, they add up to the elements of `mine`, and the own block fits."""
+    """Raise unless each rank has a count, the counts add up to the elements of `mine`, and this rank's block fits."""
     if len(counts) != ranks:
         raise ValueError(f"{len(counts)} counts: expected {ranks}, one for each rank")
     if min(counts) < 0:
@@ -43,12 +43,12 @@ def check_counts(counts: Sequence[int], ranks: int, mine: Buffer, spare: int) ->
 
 
 def in_place(spec: object) -> bool:
-    """Return True where a call finds its input in the other buffer: mpi4py takes None for IN_PLACE too."""
+    """Return True if the input is in the other buffer: IN_PLACE, or None as in mpi4py."""
     return spec is None or spec is IN_PLACE
 
 
 def operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:
-    """Return the input and the output of a reduction; raise TypeError if their elements differ."""
+    """Return the input and the output of a reduction. Raise TypeError if their elements differ in type."""
     into = buffer_of(recvbuf, written=True)
     mine = into if in_place(sendbuf) else buffer_of(sendbuf)
     if mine.kind != into.kind:
@@ -57,7 +57,7 @@ def operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:
 
 
 def summable(buffer: Buffer, op: Op) -> Tensor | None:
-    """Return the numbers of a reduction that a communicator has itself, else None."""
+    """Return the numbers for a reduction that communicators have, or None for another reduction."""
     t = buffer.numbers()
     if op.native is None or t is None:
         return None
@@ -68,7 +68,7 @@ def summable(buffer: Buffer, op: Op) -> Tensor | None:
 
 
 def joined(parts: Sequence[Tensor], like: Buffer, op: Op) -> np.ndarray[Any, Any]:
-    """Return all `parts`, bytes of arrays as `like`, joined by `op` in their order."""
+    """Return all `parts`, bytes of arrays of the type of `like`, combined by `op` in order."""
     arrays = [part.numpy().view(like.dtype) for part in parts]
     return np.ascontiguousarray(functools.reduce(op.arrays, arrays)).astype(like.dtype, copy=False)
 
@@ -79,7 +79,7 @@ def write_array(into: Tensor, array: np.ndarray[Any, Any]) -> None:
 
 
 def fill_blocks(blocks: Sequence[Buffer], parts: Sequence[Tensor]) -> None:
-    """Copy what came from each rank into its block; raise `MPIError` where that is too short."""
+    """Copy each rank's part into its block. Raise `MPIError` if a block is too short."""
     for rank, (block, part) in enumerate(zip(blocks, parts, strict=True)):
         if part.numel() > block.octets.numel():
             sent = part.numel() // block.dtype.itemsize

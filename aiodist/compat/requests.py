@@ -1,4 +1,4 @@
-"""`Request` and `Status`: an operation in flight, shaped like mpi4py's, which can be awaited too."""
+"""`Request` and `Status`: mpi4py's operation in flight, which can also be awaited."""
 
 from __future__ import annotations
 
@@ -23,44 +23,57 @@ PROC_NULL, UNDEFINED = -2, -32766
 
 @dataclass
 class Status:
-    """Where a message came from, and how long it was."""
+    """Source, tag and length of a received message."""
 
     source: int = ANY_SOURCE
     tag: int = ANY_TAG
     count: int = 0
-    """Bytes."""
+    """Length of the message, in bytes."""
     error: int = 0
 
     def Get_source(self) -> int:
-        """Return the rank that sent it."""
+        """Return the sender's rank."""
         return self.source
 
     def Get_tag(self) -> int:
-        """Return its tag."""
+        """Return the tag."""
         return self.tag
 
     def Get_count(self, datatype: Datatype = DATATYPES["BYTE"]) -> int:
-        """Return how many elements of `datatype` it had, UNDEFINED where it is not a whole number of them."""
+        """Return the length in elements of `datatype`, or UNDEFINED if it is not a whole number of elements."""
         whole, rest = divmod(self.count, datatype.size)
         return UNDEFINED if rest else whole
 
     Get_elements = Get_count
 
 
-def _without(call: Any, told: Callable[[Any], Any]) -> Any:
-    """Return the form of `call`, of several requests, for buffers: it returns what is `told`, without the objects."""
+def _without(call: Any, part: Callable[[Any], Any]) -> Any:
+    """Return the form of `call` for buffers, which returns a `part` of its result, without the objects."""
 
     @wraps(call.__func__)
     def form(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return told(call.__func__(cls, *args, **kwargs))
+        return part(call.__func__(cls, *args, **kwargs))
 
     return classmethod(form)
 
 
-class Request:
-    """What `Isend`, `irecv`, `Iallreduce` and the like return: wait for it, test it, or `await` it on the loop.
+def waits(call: Callable[..., Request]) -> Callable[..., None]:
+    """Return a call that makes `call` and waits for its request."""
 
-    It is true until its outcome was seen; then it is null, and equal to `REQUEST_NULL`, as with MPI.
+    @wraps(call)
+    def made(self: object, *args: Any, **kwargs: Any) -> None:
+        call(self, *args, **kwargs).wait()
+
+    name = call.__name__[1:]
+    made.__name__ = name if call.__name__[0] == "i" else name.capitalize()
+    made.__doc__ = f"Make `{call.__name__}` and wait for it."
+    return made
+
+
+class Request:
+    """The result of `Isend`, `irecv`, `Iallreduce` and others: wait for it, test it, or `await` it on the loop.
+
+    A request is true until its outcome is retrieved, and then equals `REQUEST_NULL`, as with MPI.
     """
 
     def __init__(
@@ -69,10 +82,7 @@ class Request:
         handle: Handle[Any] | None,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`finish` makes the result of what the handle returns; there is none of a message from or to PROC_NULL.
-
-        A request without a loop is null.
-        """
+        """`finish` converts the result of `handle`, which is None for PROC_NULL. A request without a loop is null."""
         self.handle = handle
         self._loop = loop
         self._finish = finish
@@ -83,7 +93,7 @@ class Request:
         return not self._seen
 
     def __eq__(self, other: object) -> bool:
-        """Return True for the same request; all null ones are equal."""
+        """Return True for the same request. All null requests are equal."""
         return self is other or (isinstance(other, Request) and not (self or other))
 
     __hash__ = object.__hash__
@@ -95,27 +105,27 @@ class Request:
         return self._see(None)
 
     def wait(self, status: Status | None = None) -> Any:
-        """Return the object that came, None of other operations, blocking this thread; raise what went wrong."""
+        """Block this thread until the end. Return the received object, or None for other operations."""
         if self.handle is not None and not self._seen:
             with Outcome():
                 self.handle.wait()
         return self._see(status)
 
     def Wait(self, status: Status | None = None) -> bool:
-        """Block this thread until it is over; return True."""
+        """Block this thread until the end. Return True."""
         self.wait(status)
         return True
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
-        """Return (True, what `wait` returns), or (False, None) where it goes on."""
-        return (True, self._see(status)) if self._over else (False, None)
+        """Return (True, the result of `wait`), or (False, None) for a pending request."""
+        return (True, self._see(status)) if self._done else (False, None)
 
     def Test(self, status: Status | None = None) -> bool:
-        """Return whether it is over."""
+        """Return True if the request is done."""
         return self.test(status)[0]
 
     def Cancel(self) -> None:
-        """Withdraw a receive that nothing has matched; of others nothing changes."""
+        """Withdraw a receive without a message. Other requests continue."""
         self._check_not_null()
         if self.handle is not None and self._loop is not None:
             on_loop(self._loop, self.handle.cancel)
@@ -123,7 +133,7 @@ class Request:
     cancel = Cancel
 
     def Free(self) -> None:
-        """Forget it; the operation goes on."""
+        """Release the request. The operation continues."""
         self._check_not_null()
         if self.handle is not None:
             self.handle.detach()
@@ -131,10 +141,10 @@ class Request:
 
     def _check_not_null(self) -> None:
         if not self:
-            raise MPIError(CLASSES["ERR_REQUEST"], "the request is null: expected one whose outcome was not seen yet")
+            raise MPIError(CLASSES["ERR_REQUEST"], "the request is null: expected one whose outcome was not retrieved")
 
     @property
-    def _over(self) -> bool:
+    def _done(self) -> bool:
         return self._seen or self.handle is None or self.handle.done()
 
     def _see(self, status: Status | None) -> Any:
@@ -155,50 +165,50 @@ class Request:
 
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
-        """Return the results of all, once all are over."""
+        """Block until all requests are done. Return their results."""
         return [request.wait(status) for request, status in zip(requests, _each(statuses, requests), strict=True)]
 
     @classmethod
     def testall(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Return (True, the results) where all are over, else (False, None)."""
-        return (True, cls.waitall(requests, statuses)) if all(r._over for r in requests) else (False, None)
+        """Return (True, the results) if all requests are done, otherwise (False, None)."""
+        return (True, cls.waitall(requests, statuses)) if all(r._done for r in requests) else (False, None)
 
     @classmethod
     def waitsome(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Return the indices of those that are over, one at least, and their results; (None, None) where none is left.
+        """Block until a request is done. Return the indices and the results of finished requests.
 
-        A request counts once.
+        Each request is returned once. Return (None, None) if all requests are null.
         """
-        _block_until_one_is_over(requests)
+        _block_until_one_is_done(requests)
         return cls.testsome(requests, statuses)
 
     @classmethod
     def testsome(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Return as `waitsome` does, at once: perhaps empty lists."""
+        """As `waitsome`, without blocking. The lists may be empty."""
         if not any(requests):
             return None, None
-        indices = [i for i, r in enumerate(requests) if r and r._over]
+        indices = [i for i, r in enumerate(requests) if r and r._done]
         given = _each(statuses, indices)
         return indices, [requests[i].wait(status) for i, status in zip(indices, given, strict=True)]
 
     @classmethod
     def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """Return the index of one that is over, and its result; (UNDEFINED, None) where none is left."""
-        _block_until_one_is_over(requests)
+        """Block until a request is done. Return its index and result, or (UNDEFINED, None) if all are null."""
+        _block_until_one_is_done(requests)
         index, _, result = cls.testany(requests, status)
         return index, result
 
     @classmethod
     def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
-        """Return (index, True, result) of one that is over, (UNDEFINED, whether none is left, None) without."""
+        """Return (index, True, result) of a finished request, or (UNDEFINED, all are null, None) without one."""
         for index, request in enumerate(requests):
-            if request and request._over:
+            if request and request._done:
                 return index, True, request.wait(status)
         return UNDEFINED, not any(requests), None
 
@@ -211,17 +221,17 @@ REQUEST_NULL = Request(None, None)
 
 
 def _each(statuses: list[Status] | None, requests: Sequence[object]) -> list[Status | None]:
-    """Return a status for each request, of `statuses`, which grows to their number."""
+    """Return a status for each request, and extend `statuses` to their number."""
     if statuses is None:
         return [None] * len(requests)
     statuses.extend(Status() for _ in range(len(requests) - len(statuses)))
     return list(statuses[: len(requests)])
 
 
-def _block_until_one_is_over(requests: Sequence[Request]) -> None:
-    """Block this thread until one of those that count is over; at once where none does."""
+def _block_until_one_is_done(requests: Sequence[Request]) -> None:
+    """Block this thread until a request is done, or return if all are null."""
     left = [request for request in requests if request]
-    if left and not any(request._over for request in left):
+    if left and not any(request._done for request in left):
         handles = [request.handle for request in left if request.handle is not None]
         loop = left[0]._loop
         assert loop is not None
@@ -229,15 +239,15 @@ def _block_until_one_is_over(requests: Sequence[Request]) -> None:
 
 
 async def _first(handles: Sequence[Handle[Any]]) -> None:
-    """Return when one of them is over, however it ended."""
-    over = asyncio.Event()
+    """Wait until one handle is done."""
+    done = asyncio.Event()
     for handle in handles:
-        handle.add_done_callback(lambda _: over.set())
-    await over.wait()
+        handle.add_done_callback(lambda _: done.set())
+    await done.wait()
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """Return what `call` returns on the thread of `loop`, which may be this one."""
+    """Make `call` on the thread of `loop`, which may be this thread, and return the result."""
 
     async def made() -> T:
         return call()
@@ -246,7 +256,7 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
 
 
 def block_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Return what a coroutine returns on `loop`, blocking this thread; raise RuntimeError where `loop` runs in it."""
+    """Run a coroutine on `loop`, blocking this thread, and return the result. Raise RuntimeError on the loop."""
     if _get_running_loop() is loop:
         raise RuntimeError("this would block the event loop: await the request, or `coll.aclose()` in place of Free()")
     return result_of(asyncio.run_coroutine_threadsafe(work(), loop))

@@ -1,4 +1,4 @@
-"""`Win`: memory that the ranks of a host share, `Allocate_shared` alone of MPI's windows."""
+"""`Win`, a window of `Allocate_shared`: memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ import torch
 from torch import Tensor
 
 from aiodist.compat.comm import Comm
-from aiodist.compat.errors import CLASSES, MPIError, Told, left_out, telling
+from aiodist.compat.errors import CLASSES, MPIError, Told, telling
+from aiodist.compat.missing import left_out
 from aiodist.compat.requests import PROC_NULL
-
-_LEFT_OUT = {
-    "Create Allocate Create_dynamic Attach Detach": "Allocate_shared, or aiodist.ParameterServer",
-    "Get Put Accumulate Get_accumulate Fetch_and_op Compare_and_swap R*": "messages, or aiodist.ParameterServer",
-    "Lock Unlock Start Complete Post Wait Test": "Fence, or a barrier of the communicator",
-    "Get_group group Get_attr Set_attr Delete_attr attrs Get_info Set_info info": "its communicator",
-}
 
 
 class _Kind(type):
     """The type of `Win`: names the replacement of each call that the class does not have, such as `Win.Create`."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        left_out(f"Win.{name}", _LEFT_OUT)
+        left_out(f"Win.{name}")
 
 
 @telling
@@ -39,10 +33,10 @@ class Win(metaclass=_Kind):
 
     @classmethod
     def Allocate_shared(cls, size: int, disp_unit: int = 1, info: object = None, comm: Comm | None = None) -> Win:
-        """Return a window with `size` bytes of this rank, all 0; collective over `comm`, whose ranks share a host.
+        """Return a window with `size` bytes of this rank, all 0. Collective over `comm`, whose ranks share a host.
 
-        Parts follow one another by rank, and sizes may differ. Raises `MPI.Exception`: ERR_ARG for a size below 0 or a
-        unit below 1, ERR_COMM for ranks on several hosts.
+        The parts are in rank order, and sizes may differ. Raises `MPI.Exception`: ERR_ARG for a size below 0 or a unit
+        below 1, and ERR_COMM for ranks on several hosts.
         """
         if not isinstance(comm, Comm):
             raise TypeError(f"comm is {type(comm).__name__}: expected a communicator of ranks of one host")
@@ -62,10 +56,10 @@ class Win(metaclass=_Kind):
         return self._comm is not None
 
     def __getattr__(self, name: str) -> NoReturn:
-        left_out(f"Win.{name}", _LEFT_OUT)
+        left_out(f"Win.{name}")
 
     def Shared_query(self, rank: int) -> tuple[memoryview, int]:
-        """Return a rank's part, a buffer of bytes, and its unit; of PROC_NULL the first part that has any."""
+        """Return a rank's part as a buffer of bytes, and its unit. PROC_NULL returns the first part that has bytes."""
         self._check()
         if rank == PROC_NULL:
             rank = next((r for r, (_, n, _) in enumerate(self._parts) if n), 0)
@@ -79,11 +73,11 @@ class Win(metaclass=_Kind):
         return self.Shared_query(self._check().rank)[0]
 
     def Fence(self, assertion: int = 0) -> None:
-        """Return once all ranks have called it: all see what was written before."""
+        """Return once all ranks have made this call. All ranks then see all earlier writes."""
         self._check().Barrier()
 
     def Sync(self) -> None:
-        """Do nothing: memory is one for all ranks; a barrier orders what they do."""
+        """Do nothing, since all ranks use the same memory. A barrier orders their writes."""
         self._check()
 
     def Lock_all(self, assertion: int = 0) -> None:
@@ -93,7 +87,7 @@ class Win(metaclass=_Kind):
     Unlock_all = Flush_all = Flush_local_all = Sync
 
     def Free(self) -> None:
-        """Release it, on all ranks; its memory is freed when no rank has a buffer of it left."""
+        """Release the window, on all ranks. The memory is freed when no rank has a buffer of it."""
         self._check().Barrier()
         self._comm = None
         self._table = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -105,7 +99,7 @@ class Win(metaclass=_Kind):
 
 
 class NullWin(Win):
-    """`WIN_NULL`: false; each call raises an `MPI.Exception` of ERR_WIN."""
+    """`WIN_NULL`, which is false. Each call raises an `MPI.Exception` of ERR_WIN."""
 
     def __init__(self) -> None:
         self._comm: Any = None
