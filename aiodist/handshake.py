@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import os
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiodist.frames import Frame, Kind, WireError, frame, pack, unpack
@@ -29,18 +28,18 @@ class Refused(Exception):
         self.code = code
 
 
-@dataclass(frozen=True)
 class Hello:
     """The introduction of a rank."""
 
-    rank: int
-    size: int
-    token: str = field(repr=False)
+    def __init__(self, rank: int, size: int, token: str) -> None:
+        self.rank = rank
+        self.size = size
+        self._token = token
 
     def prove(self, role: bytes, challenge: bytes, counter_challenge: bytes) -> bytes:
         """Return the proof of one side that it knows the token, valid in this conversation only."""
         said = b"|".join((role, challenge, counter_challenge, f"{self.rank}/{self.size}".encode()))
-        return hmac.digest(self.token.encode(), said, "sha256")
+        return hmac.digest(self._token.encode(), said, "sha256")
 
 
 class Caller:

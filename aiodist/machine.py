@@ -1,43 +1,49 @@
 """This machine: the identity of its kernel and namespaces, and the sockets of its jobs.
 
-Names of hosts tell nothing: two hosts may have the same.
+Host names identify no machine: two hosts may have the same name.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import suppress
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+if TYPE_CHECKING:
+    from pathlib import Path  # loading it would delay each guard
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def boot_id() -> str:
-    """Return what the kernel drew when it started; empty where it does not say."""
-    with suppress(OSError):
-        return _BOOT_ID.read_text().strip()
+    """Return the random number of the kernel's start, or "" if the kernel has none."""
+    with suppress(OSError), open(_BOOT_ID) as file:
+        return file.read().strip()
     return ""
 
 
 def network() -> str:
-    """Return what is equal for processes with the same loopback interface and the same abstract sockets."""
+    """Return a text that is equal for processes with the same loopback interface and abstract sockets."""
     return _namespace("net")
 
 
 def process_table() -> str:
-    """Return what is equal for processes to which an id means the same process."""
+    """Return a text that is equal for processes with the same table of process ids."""
     return _namespace("pid")
 
 
 def _namespace(kind: str) -> str:
-    namespace = Path("/proc/self/ns") / kind
-    return f"{boot_id()} {namespace.stat().st_ino if namespace.exists() else 0}"
+    inode = 0
+    with suppress(OSError):
+        inode = os.stat(f"/proc/self/ns/{kind}").st_ino
+    return f"{boot_id()} {inode}"
 
 
 def job_socket(job: int | str) -> Path:
-    """Return the socket at which a job on this host can be looked into, in the user's runtime folder."""
+    """Return the socket of a job on this host for `aiodist inspect`, in the user's runtime folder."""
     from platformdirs import user_runtime_path
 
-    with warnings.catch_warnings():  # of a folder that is not private, and so is not taken
+    with warnings.catch_warnings():  # about a folder that is not private, which is not used
         warnings.simplefilter("ignore")
         return user_runtime_path("aiodist") / f"{job}.sock"

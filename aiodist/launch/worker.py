@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator
 from os import _exit as exit_at_once
-from pathlib import Path
 from typing import Final
 
 from aiodist.env import Environment, replace_variables, variables
@@ -349,7 +348,8 @@ def _enter(folder: str | None) -> None:
 def _orphans(rank: int) -> list[int]:
     """Return the orphans of the rank that live, and collect the others."""
     try:
-        listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            listed = file.read().split()
     except OSError:  # the kernel has no such list
         return []
     return [pid for pid in map(int, listed) if pid != rank and os.waitpid(pid, os.WNOHANG) == (0, 0)]
