@@ -1,6 +1,6 @@
 """The control channel: how ranks meet, share small values, exchange messages, and learn which ranks left.
 
-Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank sees, `hub` for the other end.
+Sockets and asyncio only, neither torch nor MPI. `channel` is the side of a rank, `hub` the other side.
 """
 
 from aiodist.control.channel import Channel, ChannelClosed, exchange

@@ -1,8 +1,8 @@
-"""The control channel as a rank sees it: a small store all ranks share, messages, and who has left.
+"""The control channel of a rank: a small store of all ranks, messages, and the exits of ranks.
 
-It is for what must get through when the data does not: the meeting of the ranks, unique ids, fingerprints, causes
-of failure. There are two implementations: `client.SocketChannel` over a hub, with a listener thread in each rank,
-and `local.InProcessChannel` for ranks that are tasks of one process.
+It works when the connections for data do not: for the meeting of ranks, unique ids, signatures and causes of failure.
+There are two implementations: `client.SocketChannel` over a hub, with a listener thread in each rank, and
+`local.InProcessChannel` for ranks that are tasks of one process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from aiodist.frames import EVERYBODY, pack, unpack
 
 
 async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None = None) -> list[Any]:  # noqa: ANN401
-    """Return what every rank brought to `what`, in JSON's types, by rank; each must call it, once for each name.
+    """Return the value of every rank, by rank, in JSON's types. Every rank calls it, once for each name `what`.
 
-    It costs one round trip to the hub. Raises `OperationTimeout`, whose `late` are the ranks that brought nothing
-    within `seconds`.
+    Cost: one round trip to the hub. Raises `OperationTimeout` with the ranks that brought no value within `seconds`.
     """
     if channel.size == 1:
         return [mine]
@@ -49,16 +48,15 @@ class Channel(ABC):
     """One rank's end of the control channel.
 
     In a forked child every call raises `RuntimeError`: the connection is the parent's. After `aclose` every call
-    raises `ChannelClosed`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone,
-    `set`, `get` and `add` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
-    by `on_lost`.
+    raises `ChannelClosed`, except `exits`, `fail` and `aclose`, which are no-ops then. If the hub is lost, `set`, `get`
+    and `add` raise `PeerLost`. `send` and `broadcast` then drop the message, since `on_lost` reports the loss.
 
-    What arrives is handed on by one thread, on which all callbacks run. `subscribe` and `unsubscribe` change one dict
-    entry, which is atomic, and have `post` run the rest on that thread; so there is no lock.
+    One thread delivers messages and runs all callbacks. `subscribe` and `unsubscribe` change one dict entry, which is
+    atomic, and post the rest to that thread. So there is no lock.
     """
 
     source = ""
-    """The address of this host from which it reaches the hub; empty in one process."""
+    """Address of this host towards the hub, or "" within one process."""
 
     def __init__(self, rank: int, size: int, post: Callable[..., object], loop: asyncio.AbstractEventLoop) -> None:
         """`post(fn, *args)` calls on the thread that delivers, which runs `loop`."""
@@ -69,7 +67,7 @@ class Channel(ABC):
         self._loop = loop
         self._subscribers: dict[str, Callable[[int, Any], None]] = {}
         self._waiting: dict[str, deque[tuple[int, Any]]] = {}
-        """What came for a topic and has no subscriber yet, in order."""
+        """Messages of topics without a subscriber, in order, by topic."""
         self._muted: set[str] = set()
         self._watchers: list[Callable[[Exit], None]] = []
         self._exits: dict[int, Exit] = {}
@@ -77,11 +75,11 @@ class Channel(ABC):
         self._subscribers[ROLL_CALL] = self._roll_call.heard
 
     async def set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` for all ranks; raise `ValueError` when it is over 48 MiB."""
+        """Store `value` under `key` for all ranks, or raise `ValueError` for more than 48 MiB."""
         await self.request("set", key, bytes(value))
 
     async def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """Return what is stored under `key`, as soon as there is something.
+        """Return the value of `key`, after a wait until a rank sets it.
 
         Raises `OperationTimeout` after `timeout` seconds.
         """
@@ -94,18 +92,18 @@ class Channel(ABC):
         return value
 
     async def add(self, key: str, amount: int = 1) -> int:
-        """Add to the counter `key`, which starts at 0, and return the sum; no two ranks get the same in between.
+        """Add to the counter `key`, which starts at 0, and return the sum. The addition is atomic.
 
-        `get` returns a counter as decimal digits. Raises `ValueError` when `key` holds something else.
+        `get` returns a counter as decimal digits. Raises `ValueError` if the value of `key` is no counter.
         """
         total: int = await self.request("add", key, amount)
         return total
 
     def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
-        """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, oneself too.
+        """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, which may be this rank.
 
-        From any thread; never blocks; what one thread sends to one rank arrives in order. Raises `ValueError` for a
-        rank outside the job or over 64 MiB of JSON, bytes in base64, and `TypeError` for what cannot travel.
+        Any thread may call it. It never blocks. Messages of one thread to one rank arrive in order. Raises `ValueError`
+        for a rank outside the job or more than 64 MiB of JSON, bytes in base64, and `TypeError` for other types.
         """
         if not 0 <= dst < self.size:
             raise ValueError(f"rank {dst} of {self.size}: expected 0 <= rank < {self.size}")
@@ -118,10 +116,10 @@ class Channel(ABC):
         self._send(EVERYBODY, pack([topic, payload]))
 
     def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
-        """Call `fn(src, payload)` for each message of `topic`, those that came before this call too.
+        """Call `fn(src, payload)` for each message of `topic`, also for earlier messages.
 
-        `fn` runs on the listener thread, also while the main thread is stuck, and must be short. What it raises is
-        reported to the exception handler of the loop it ran in. Raises `ValueError` when the topic has a subscriber.
+        `fn` runs on the listener thread, also while the main thread is stuck, and must be short. An exception of `fn`
+        goes to the exception handler of that loop. Raises `ValueError` if the topic has a subscriber.
         """
         self._check_open()
         if self._subscribers.setdefault(topic, fn) is not fn:
@@ -130,23 +128,25 @@ class Channel(ABC):
         self._post(self._drain, topic)
 
     def unsubscribe(self, topic: str) -> None:
-        """Deliver `topic` no more: its messages are dropped until somebody subscribes again."""
+        """End the subscription of `topic`. Its messages are dropped until the next `subscribe`."""
         self._check_open()
         self._muted.add(topic)
         self._subscribers.pop(topic, None)
         self._post(self._forget, topic)
 
     def on_lost(self, fn: Callable[[Exit], None]) -> None:
-        """Call `fn(exit)` for each rank that leaves without a goodbye, those known already too.
+        """Call `fn(exit)` for each rank that leaves without a goodbye, also for earlier losses.
 
-        Its connection broke, its heartbeats stopped, or it reported a failure. A lost hub counts, as the rank in
-        whose process it lived or as `HUB`. `fn` runs where subscribers run.
+        The connection of the rank broke, its heartbeats stopped, or it reported a failure. A lost hub counts as the
+        rank in whose process it ran, or as `HUB`. `fn` runs on the thread of the subscribers.
         """
         self._check_open()
         self._post(self._watch, fn)
 
     def ask_alive(self, ranks: Iterable[int], then: Then) -> None:
-        """Ask `ranks` if they are alive, and call `then` once with those that have not answered, where subscribers run.
+        """Ask `ranks` if they are alive, and call `then` once with those that have not answered.
+
+        `then` runs on the thread of the subscribers.
 
         The wait ends when each of them has answered or left, when one of them or the hub is lost, or after
         `LIVENESS_SECONDS`. A closed channel calls `then` at once, with no rank.
@@ -159,49 +159,49 @@ class Channel(ABC):
             self._post(self._roll_call.ask, set(ranks), then)
 
     def exits(self) -> Mapping[int, Exit]:
-        """Return what is known of the ranks that left, clean exits too."""
+        """Return the exits of ranks that have left, by rank, also the clean ones."""
         self._owner.check()
         return dict(self._exits)
 
     @property
     @abstractmethod
     def asks(self) -> bool:
-        """Whether an answer of the hub's is still to come."""
+        """True if an answer of the hub is still expected."""
 
     @abstractmethod
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
-        """Tell everybody that this rank failed, before it exits. From any thread, within 1 s, best effort."""
+        """Report the failure of this rank to all, before it exits. Any thread may call it; it takes at most 1 s."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Say goodbye and end the listener thread. Calling it again does nothing."""
+        """Say goodbye and end the listener thread. A second call is a no-op."""
 
     @abstractmethod
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
-        """Ask the hub; the future, of the running loop, has the answer. Cancelling it withdraws the question.
+        """Ask the hub, and return a future of the running loop with the answer. Cancelling it withdraws the question.
 
-        Raises `ValueError` at the call for one over 64 MiB of JSON; the future raises `PeerLost` when the hub is gone.
+        Raises `ValueError` at the call for more than 64 MiB of JSON. The future raises `PeerLost` if the hub is lost.
         """
 
     @abstractmethod
     def _send(self, dst: int, body: bytes) -> None:
-        """Send a message to one rank, or to `EVERYBODY` else."""
+        """Send a message to one rank, or to all others (`EVERYBODY`)."""
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raise `ChannelClosed` where the channel is closed, `RuntimeError` where it is of another process."""
+        """Raise `ChannelClosed` after the close, and `RuntimeError` in another process."""
 
     # On the thread that delivers.
 
     def _deliver(self, src: int, body: bytes) -> None:
-        """Give a message to the subscriber of its topic, or keep it until there is one."""
+        """Deliver a message to the subscriber of its topic, or keep it until there is one."""
         topic, payload = unpack(body)
         if topic not in self._muted:
             self._waiting.setdefault(topic, deque()).append((src, payload))
             self._drain(topic)
 
     def _left(self, exit: Exit) -> None:
-        """Note that a rank left; what was known first stays."""
+        """Note the exit of a rank, if it is the first."""
         if exit.rank in self._exits:
             return
         self._exits[exit.rank] = exit

@@ -36,14 +36,15 @@ _Resolve = Callable[[Any, "Exception | None"], None]
 class SocketChannel(Channel):
     """A `Channel` whose other end is a hub.
 
-    The methods that run on the listener thread are under their own heading; the rest may be called from any thread.
-    What is sent is appended to a deque and the thread is woken once for many (waking it costs most of a `send`).
+    Methods of the listener thread have a heading of their own. Any thread may call the others. A send appends to a
+    deque, and wakes the thread once for several sends, since the wake-up is most of the cost.
     """
 
     _of_process: ClassVar[WeakSet[SocketChannel]] = WeakSet()
 
     def __init__(self, rank: int, size: int, thread: LoopThread, place: Place | None = None) -> None:
-        self.place = place  # where it met the others
+        self.place = place
+        """Meeting point of the ranks."""
         super().__init__(rank, size, thread.call, thread.loop)
         self._of_process.add(self)
         self._thread = thread
@@ -56,8 +57,8 @@ class SocketChannel(Channel):
         self._link: Link | None = None
         self._host_rank = HUB
         self.ready: asyncio.Future[None] = thread.loop.create_future()
-        """On the thread: done when all ranks have joined."""
-        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
+        """Done when all ranks have joined (listener thread)."""
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # no log if not awaited
 
     @property
     def asks(self) -> bool:
@@ -81,7 +82,7 @@ class SocketChannel(Channel):
                 self._closing = True
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_BYE_TIMEOUT):
-                        # Any answer will do: where the hub went first, nobody is left to say goodbye to.
+                        # Any answer is enough: the hub may have left first.
                         await asyncio.gather(said, return_exceptions=True)
         finally:
             self._closing = True
@@ -102,7 +103,7 @@ class SocketChannel(Channel):
         data = frame(Kind.REQUEST, number, body)
         self._replies[number] = resolve
         self._write(data)
-        # The thread first notes that the hub is lost and then empties the table: one of the two sees this entry.
+        # The thread first notes the loss of the hub, then empties the table. So one of the two sees this entry.
         if self._lost and self._replies.pop(number, None):
             resolve(None, self._gone())
         return number
@@ -119,13 +120,13 @@ class SocketChannel(Channel):
 
     def _check_open(self) -> None:
         self._owner.check()
-        # A subscriber that answers while the channel is being closed makes no mistake: what it sends is dropped.
+        # A subscriber may answer during the close: its message is dropped.
         if self._closing and not self._thread.is_current():
             raise self._gone()
 
     @classmethod
     def is_joined(cls, place: Place, rank: int) -> bool:
-        """Whether this process is in the job that meets at `place` already, as `rank`."""
+        """Return True if this process has joined the job at `place` as `rank`."""
         return any(
             (channel.place, channel.rank) == (place, rank) and channel.is_welcome and channel._is_open()
             for channel in tuple(cls._of_process)
@@ -133,14 +134,14 @@ class SocketChannel(Channel):
 
     @classmethod
     def cut(cls, rank: int | None = None) -> None:
-        """Break this process's connections to hubs, as a network does, or that of one `rank`; for tests."""
+        """Break the connections of this process to hubs, or that of one `rank` (for tests)."""
         for channel in tuple(cls._of_process):
             if channel._is_open() and channel._link is not None and rank in (None, channel.rank):
                 channel._thread.call(channel._link.abort, "it was cut")
 
     @classmethod
     def stall(cls, seconds: float) -> None:
-        """Have nothing come or go on them for so many seconds; for tests."""
+        """Block the listener threads of this process, in seconds (for tests)."""
         for channel in tuple(cls._of_process):
             if channel._is_open():
                 channel._thread.call(time.sleep, seconds)
@@ -152,11 +153,11 @@ class SocketChannel(Channel):
 
     @property
     def is_welcome(self) -> bool:
-        """The hub has let this rank in."""
+        """True after the welcome of the hub."""
         return self._link is not None
 
     def welcomed(self, link: Link, settings: Mapping[str, Any]) -> None:
-        """Take over the connection: the hub has let this rank in. On the thread."""
+        """Own the connection after the welcome of the hub."""
         self._link, self.source = link, link.source
         self._host_rank = HUB if settings["host_rank"] is None else settings["host_rank"]
         link.on_frame = self._hear
@@ -165,7 +166,7 @@ class SocketChannel(Channel):
         self._thread.stack.push_async_callback(self._leave, link, pulse)
 
     def abort(self, cause: str) -> None:
-        """Tell the hub why this rank waits no more for the others. On the thread."""
+        """Report to the hub why this rank no longer waits for the others."""
         self._ask(pack(["bye", cause]), lambda value, error: None)
 
     async def _leave(self, link: Link, pulse: Pulse) -> None:
@@ -177,7 +178,7 @@ class SocketChannel(Channel):
         await link.wait_closed(_BYE_TIMEOUT)
 
     def _flush(self) -> None:
-        self._flushing = False  # first: what is appended from now on wakes the thread again
+        self._flushing = False  # first, so that a later send wakes the thread again
         waiting = []
         while self._outbox:
             waiting.append(self._outbox.popleft())
@@ -217,9 +218,9 @@ class SocketChannel(Channel):
         if self._lost is None:
             earlier = self._exits.get(exit.rank)
             if earlier is not None and not earlier.clean:
-                exit = earlier  # the rank that hosted the hub said why before it went
+                exit = earlier  # the rank with the hub has reported the cause before
             elif earlier is not None:
-                exit = replace(exit, rank=HUB)  # it had said goodbye, and was still serving
+                exit = replace(exit, rank=HUB)  # the rank has said goodbye before, and its hub still served
             self._lost = exit
             if not self._closing:
                 self._left(exit)

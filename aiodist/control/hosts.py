@@ -25,22 +25,24 @@ if TYPE_CHECKING:
 
 _CREDENTIALS = struct.Struct("3i")
 BACKLOG = 1024
-"""How many ranks may send their segments at a time, as far as the kernel keeps as many."""
+"""Largest number of ranks that send their segments at the same time, if the kernel allows as many."""
 _RETRY_SECONDS = 0.01
 
 
 class _Contact(NamedTuple):
-    """What a rank tells all others of itself."""
+    """The introduction of a rank to all others."""
 
     network: str
-    address: str  # of the socket that takes segments; empty where there is none
-    proof: str  # what is in its segment
+    address: str
+    """Address of the socket that receives segments, or ""."""
+    proof: str
+    """Content of the segment of this rank."""
 
 
 async def find_hosts(channel: Channel, seconds: float = 60.0) -> tuple[int, ...]:
-    """Return for each rank the first rank of its host, the same on all ranks; each must call it, once for a channel.
+    """Return for each rank the first rank of its host, equal on all ranks. Every rank calls it, once for a channel.
 
-    It costs three rounds over the channel. Raises `OperationTimeout` where a rank does not come within `seconds`.
+    Cost: three rounds over the channel. Raises `OperationTimeout` if a rank does not come within `seconds`.
     """
     if channel.size == 1:
         return (0,)
@@ -61,7 +63,7 @@ async def find_hosts(channel: Channel, seconds: float = 60.0) -> tuple[int, ...]
 
 @contextmanager
 def _listening() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
-    """Listen for other ranks' segments; give the address, empty where that cannot be, and what returns who came."""
+    """Listen for segments of other ranks. Give the address, or "" without a socket, and a function of the arrivals."""
     loop = asyncio.get_running_loop()
     links: list[socket.socket] = []
     with ExitStack() as stack:
@@ -118,7 +120,7 @@ async def _send(proof: str, rank: int, address: str) -> None:
 
 
 def _mapped(link: socket.socket, contacts: Sequence[_Contact]) -> int | None:
-    """Map the segment that came over `link`; return whose it is, None where that is not to be trusted or cannot be."""
+    """Map the segment from `link`. Return its rank, or None if the segment is not valid."""
     _, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     fds: list[int] = []
     try:

@@ -1,7 +1,7 @@
-"""The hub: the one process all ranks are connected to. It keeps the store, routes messages, and notices who leaves.
+"""The hub, to which all ranks connect. It keeps the store, routes messages, and reports exits.
 
-It lives in the launcher, or in the listener thread of one rank. With N ranks it holds N connections; a message
-between two ranks passes through it unread.
+It runs in the launcher, or in the listener thread of one rank. It has one connection for each rank, and does not read
+the messages between ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _FAREWELL_TIMEOUT = 1.0
 class Hub:
     """A hub on the running loop; use it as `async with Hub(size) as hub`, then connect ranks to `hub.address`.
 
-    `host` is a name or an IPv4 or IPv6 address to listen at, `""` for all there are; port 0 takes any free one.
-    `host_rank` is the rank in whose process this is, None in a launcher. `members` is told of the ranks of an elastic
-    job, of which this is the session of one generation. After `heartbeat` seconds of silence a rank is lost; each side
-    sends a heartbeat six times as often. `linger` is for how many seconds the rank that hosts the hub waits at its
-    close for the others to leave. Entering raises `OSError` where it cannot listen there. On a hub that all may reach,
-    give a token: anybody who knows it may join.
+    `host` is a name or an address, IPv4 or IPv6, and `""` is all addresses. Port 0 is any free port. `host_rank` is the
+    rank in whose process the hub runs, or None in a launcher. In an elastic job `members` gets the reports of this
+    session, which is that of one generation. After `heartbeat` seconds of silence a rank is lost; each side sends a
+    heartbeat six times as often. At its close, a rank with the hub waits `linger` seconds for the others. Entering
+    raises `OSError` if it cannot listen. A hub that other users can reach needs a token, which each rank must know.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Hub:
         self._linger = linger
         self._members = members
         self.roster = Roster(size)
-        self.store = Store()  # what the ranks share
+        self.store = Store()
         self._token = token
         self._links: dict[int, Link] = {}
         self._idle = asyncio.Event()
@@ -63,7 +62,7 @@ class Hub:
 
     @property
     def address(self) -> str:
-        """Where ranks connect: `tcp://host:port`."""
+        """Address for ranks: `tcp://host:port`."""
         return tcp_address(self._host or outward_host(), self.port)
 
     async def __aenter__(self) -> Hub:
@@ -71,7 +70,7 @@ class Hub:
         return self
 
     def listen_at(self, sock: socket.socket) -> None:
-        """Begin, at a socket that listens."""
+        """Start on a listening socket."""
         self.port = sock.getsockname()[1]
         self._listener = Listener(sock, self._token, self._admit)
         self._pulse = Pulse(self._heartbeat, self._links.values, _given_up)
@@ -80,9 +79,9 @@ class Hub:
         await self.aclose()
 
     async def linger(self) -> None:
-        """Let nobody in any more, and wait until all ranks have left, at most `linger` seconds.
+        """Accept no more ranks, and wait until all have left, at most `linger` seconds.
 
-        Where they have not even met there is nothing to wait for.
+        Without a complete session it returns immediately.
         """
         if not self.roster.ready:
             return
@@ -92,7 +91,7 @@ class Hub:
                 await self._idle.wait()
 
     async def aclose(self, cause: str = "the hub was closed") -> None:
-        """Stop; the ranks still connected are told the cause, and which ranks never came if some did not."""
+        """Stop. Connected ranks get the cause, and the ranks that never joined."""
         self._stop_listening()
         if self._pulse is not None:
             self._pulse.cancel()
@@ -180,8 +179,8 @@ class Hub:
             self._members.left(exit)
 
     def _gone(self, rank: int, link: Link, cause: str) -> None:
-        """A connection is over; after a goodbye or a report of failure that is no news."""
-        if self._links.get(rank) is not link:  # it gave up while others were awaited, and came again
+        """Handle the end of a connection, which is no exit after a goodbye or a report of failure."""
+        if self._links.get(rank) is not link:  # the rank has left before all had joined, and has joined again
             return
         del self._links[rank]
         self.store.cancel(rank)

@@ -17,7 +17,7 @@ from aiodist.frames import EVERYBODY, Kind, frame, pack
 
 
 def in_process(size: int, members: Members | None = None) -> list[InProcessChannel]:
-    """Return the channels of `size` ranks that share the running loop; `members` is told of them, see `Hub`."""
+    """Return the channels of `size` ranks that share the running loop. `members` gets reports as from `Hub`."""
     if size < 1:
         raise ValueError(f"{size} ranks: expected at least 1")
     hub = _InProcessHub(members)
@@ -26,7 +26,7 @@ def in_process(size: int, members: Members | None = None) -> list[InProcessChann
 
 
 class _InProcessHub:
-    """What the channels of one process share, on the running loop."""
+    """The common part of the channels of one process, on the running loop."""
 
     def __init__(self, members: Members | None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -35,11 +35,11 @@ class _InProcessHub:
         self.numbers = itertools.count()
         self.channels: list[InProcessChannel] = []
         self.exits: list[Exit] = []
-        """The exits of ranks, in the order in which each channel takes them."""
+        """Exits of ranks, in the order in which each channel takes them."""
         self._thread = threading.get_ident()
 
     def leave(self, exit: Exit) -> None:
-        """Notify every other rank how one left: the first exit is the first one on all ranks."""
+        """Report an exit to every other rank, in the same order on all ranks."""
         self.exits.append(exit)
         for channel in self.channels:
             self.post(channel._take_exit)
@@ -47,7 +47,7 @@ class _InProcessHub:
             self.post(self.members.left, exit)
 
     def answer(self, question: Sequence[Any], waiter: tuple[int, int], reply: Callable[..., None]) -> None:
-        """Do what is asked, see `Hub`."""
+        """Answer a question, as `Hub` does."""
         match question:
             case ["regroup", int(joiners)] if self.members is not None:
                 self.members.ask(waiter[0], joiners, reply)
@@ -57,14 +57,14 @@ class _InProcessHub:
                 self.store.answer(question, waiter, reply)
 
     def post(self, fn: Callable[..., None], /, *args: Any) -> None:  # noqa: ANN401
-        """Call `fn(*args)` on the loop, in the order of these calls; dropped when the loop is closed."""
-        with contextlib.suppress(RuntimeError):  # closed: nobody is left to hear it
+        """Call `fn(*args)` on the loop, in the order of these calls, unless the loop is closed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             here = threading.get_ident() == self._thread
             (self.loop.call_soon if here else self.loop.call_soon_threadsafe)(fn, *args)
 
 
 class InProcessChannel(Channel):
-    """A `Channel` to ranks on the same loop. Its coroutines yield at least once: no loop over them starves others."""
+    """A `Channel` to ranks on the same loop. Each coroutine yields at least once, so a loop of them blocks no task."""
 
     def __init__(self, hub: _InProcessHub, rank: int, size: int) -> None:
         super().__init__(rank, size, hub.post, hub.loop)
@@ -74,7 +74,7 @@ class InProcessChannel(Channel):
         self._killed = False
         self._asked: set[asyncio.Future[Any]] = set()
         self._taken = 0
-        """Number of exits that it has taken."""
+        """Number of exits that this channel has taken."""
 
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
         self._check_open()
@@ -99,7 +99,7 @@ class InProcessChannel(Channel):
             self._hub.leave(Exit(self.rank, False, cause, traceback, exitcode))
 
     def kill(self, cause: str) -> None:
-        """Leave as a killed process does: it sends nothing any more."""
+        """Leave as a killed process does, without further messages."""
         self.fail(cause)
         self._killed = True
 

@@ -25,17 +25,19 @@ _AGENT_PORTS = 8
 
 @dataclass(frozen=True)
 class TcpPlace:
-    """A hub at one of some ports of a host; `hosted`: rank 0 is to open it."""
+    """A hub at one of several ports of a host."""
 
     host: str
     ports: tuple[int, ...]
     hosted: bool = False
-    secret: str = ""  # what to add to the token, so that hubs of other jobs at these ports are told apart
+    """True if rank 0 opens the hub."""
+    secret: str = ""
+    """Text that is added to the token, against hubs of other jobs at these ports."""
 
 
 @dataclass(frozen=True)
 class FilePlace:
-    """A file that all ranks can read, which rank 0 is to write."""
+    """A file that rank 0 writes and all ranks read."""
 
     path: Path
 
@@ -100,7 +102,7 @@ def _listen_at(found: Sequence[tuple[Any, ...]], backlog: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` says in so many words that nobody else is to reach it.
+    """Return True if `host` is an address of the loopback interface.
 
     >>> is_loopback("localhost"), is_loopback("::1"), is_loopback("127.0.1.1"), is_loopback("node1")
     (True, True, True, False)
@@ -111,7 +113,7 @@ def is_loopback(host: str) -> bool:
 
 
 def outward_host() -> str:
-    """Return the address by which other hosts most likely reach this one."""
+    """Return the most likely address of this host for other hosts."""
     for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((somewhere, 9))  # sends nothing: it only asks for the route

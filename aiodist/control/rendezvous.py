@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other, and the hub that one of them has on a thread where there is no launcher."""
+"""The rendezvous of the ranks of a job, and the hub on a thread of rank 0 if there is no launcher."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _QUESTION_TIMEOUT = 1.0
 
 @dataclass(frozen=True)
 class HostedHub:
-    """A hub that serves while its process computes; give it to `connect(…, hub=…)`, which closes it in the end."""
+    """A hub that serves while its process computes. `connect(…, hub=…)` owns it, and closes it with the channel."""
 
     thread: LoopThread
     hub: Hub
 
     @property
     def address(self) -> str:
-        """Where the other ranks connect: `tcp://host:port`."""
+        """Address for the other ranks: `tcp://host:port`."""
         return self.hub.address
 
     async def aclose(self) -> None:
@@ -63,8 +63,8 @@ async def host(
 ) -> HostedHub:
     """Return a hub for `size` ranks on a thread of this process, which is rank 0.
 
-    For when the ranks can tell each other its address in some other way, MPI for one. Raises `OSError` where it
-    cannot listen at `host` and `port`. Cancelling leaves nothing.
+    It is for ranks that can exchange its address, over MPI for example. Raises `OSError` if it cannot listen at `host`
+    and `port`. Cancelling leaves no thread and no socket.
     """
     thread = LoopThread(_THREAD_NAME)
     hub = Hub(size, host=host, port=port, token=token, linger=linger, host_rank=0)
@@ -77,7 +77,7 @@ async def host(
 
 
 async def _open_hub(thread: LoopThread, hub: Hub) -> None:
-    """Open the hub; it closes when the thread stops, after the other ranks have left. On the thread."""
+    """Open the hub on its thread. It closes with the thread, after the other ranks have left."""
     await thread.stack.enter_async_context(hub)
     thread.stack.push_async_callback(hub.linger)
 
@@ -93,22 +93,22 @@ async def connect(
     hub: HostedHub | None = None,
     there: bool = False,
 ) -> Channel:
-    """Return this rank's end of the control channel, when all `size` ranks have joined; each must call it.
+    """Return the control channel of this rank after all `size` ranks have joined. Every rank calls it.
 
     `address` is one of
 
-    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that runs there, or soon will;
-    - `file:///path`: a file that all ranks see, in which rank 0 says where its hub is; it is removed at close;
-    - `env://`: `environ` has MASTER_ADDR and MASTER_PORT, where rank 0 runs the hub; under torchrun at one of the
-      eight ports above, under Slurm without these on the first node.
+    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that runs there, or will soon;
+    - `file:///path`: a file that all ranks see, in which rank 0 writes the address of its hub; it is removed at close;
+    - `env://`: MASTER_ADDR and MASTER_PORT of `environ`, where rank 0 runs the hub; under torchrun at one of the eight
+      ports above, under Slurm without these on the first node.
 
-    `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
-    here when this call fails. With `there` the hub was there when this rank was told of it: where nobody listens any
-    more, the call raises `PeerLost` at once. Cancelling leaves no thread, no socket and no file.
+    `hub` is the result of `host`, on the rank that runs the hub only. It is closed with the channel, or if this call
+    fails. True for `there` means that the hub runs: if no process listens, the call raises `PeerLost` without a wait.
+    Cancelling leaves no thread, no socket and no file.
 
-    Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
-    hub refuses this rank: a wrong token, another size, a rank that has joined already; `PeerLost` when the hub or the
-    job is gone; `OperationTimeout` after `timeout` seconds, whose `late` are the ranks that never came.
+    Raises `ConfigError` for a wrong address, if this process has joined there already, and if the hub refuses this
+    rank: a wrong token, another size, a rank that has joined already. Raises `PeerLost` if the hub or the job has
+    ended, and `OperationTimeout` after `timeout` seconds, with the ranks that never joined in `late`.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size}: expected 0 <= rank < size")
@@ -133,10 +133,10 @@ async def connect(
 
 @dataclass(frozen=True)
 class _Notice:
-    """What the file says by which rank 0 tells the others where its hub is.
+    """The content of the file with the address of rank 0's hub.
 
-    An earlier job may have left one, and its port may be another program's by now. So the hub's token includes the
-    `nonce`: a rank that follows an old file, or one of another job, is not let in by anybody, and reads it again.
+    An earlier job may have left a file, whose port may now belong to another program. So the token of the hub includes
+    the `nonce`: a rank with an old file, or that of another job, is refused, and reads the file again.
     """
 
     boot_id: str
@@ -146,7 +146,7 @@ class _Notice:
 
     @classmethod
     def read(cls, path: Path) -> _Notice:
-        """Return what the file says; raise `OSError` or `ValueError` when that is nothing for us."""
+        """Return the content of the file. Raises `OSError` or `ValueError` for another content."""
         try:
             found = json.loads(path.read_bytes())
             return cls(**{**found, "hosts": tuple(found["hosts"])})
@@ -156,7 +156,7 @@ class _Notice:
             raise ValueError(f"{path} is no notice of rank 0: {error}") from None
 
     def write(self, path: Path) -> None:
-        """Put the notice there at once as a whole, for the eyes of this user only: it holds the nonce."""
+        """Write the file in one atomic step, readable for this user only, since it has the nonce."""
         beside = path.with_name(f".{path.name}.{self.nonce}")
         try:
             with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -174,12 +174,12 @@ class _Notice:
                 path.unlink()
 
 
-_HubAddress = tuple[str, int, str]  # where a hub may listen, host and port, and the token to join it with
+_HubAddress = tuple[str, int, str]  # host, port and token
 
 
 @dataclass
 class _Meeting:
-    """One rank on its way into the job. All of it runs on the listener thread."""
+    """The rendezvous of one rank (listener thread)."""
 
     address: str
     place: Place
@@ -193,14 +193,14 @@ class _Meeting:
     last_seen: str = "nothing was tried"
 
     async def join(self) -> None:
-        """Host the hub if that falls to this rank, enter, and wait for the others."""
+        """Open the hub if this rank hosts it, join, and wait for the others."""
         try:
             async with asyncio.timeout(self.timeout):
                 if self.hub is None and self.channel.rank == 0:
                     await self._host()
                 await self._enter()
                 await self.channel.ready
-        except OperationTimeout:  # the rank that hosts the hub gave up first, and said who never came
+        except OperationTimeout:  # the rank with the hub had an earlier timeout, and named the missing ranks
             raise
         except TimeoutError:
             raise await self._too_late() from None
@@ -235,7 +235,7 @@ class _Meeting:
         self.own_hub = host or "127.0.0.1", hub.port, token
 
     async def _enter(self) -> None:
-        """Ask until some hub lets this rank in."""
+        """Ask until a hub accepts this rank."""
         pause = _FIRST_PAUSE
         while True:
             for where in self._hub_addresses():
@@ -264,7 +264,7 @@ class _Meeting:
         return False
 
     def _may_change(self, code: str) -> bool:
-        """Whether it makes sense to ask again: the next hub there may be the right one."""
+        """Return True if a later hub there may accept this rank."""
         match self.place:
             case FilePlace():
                 return code in ("left", "failed", "token")
@@ -289,7 +289,7 @@ class _Meeting:
                 return [(host, notice.port, f"{self.token}\n{notice.nonce}") for host in hosts]
 
     async def _too_late(self) -> OperationTimeout:
-        """Return the error that names those who never came, as far as anybody here knows."""
+        """Return the error that names the missing ranks, if they are known."""
         rank, size = self.channel.rank, self.channel.size
         late: dict[int, str] = {}
         if not self.channel.is_welcome:

@@ -1,4 +1,4 @@
-"""What a hub knows: who is in the job, who left and how, and what the ranks share. No input, no output."""
+"""The state of a hub: the ranks of the job, their exits, and the store. No I/O."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from aiodist.control.texts import name_ranks
 from aiodist.errors import PeerLost, RemoteError
 from aiodist.handshake import Refused
 
-HUB: Final = -1  # stands for the hub where a rank is expected, when the hub lives in no rank's process
+HUB: Final = -1
+"""Stands for the hub in place of a rank, if the hub runs in no rank's process."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """What is known of a rank (or of the hub, `rank == HUB`) that left."""
+    """The exit of a rank, or of the hub (`rank == HUB`)."""
 
     rank: int
-    clean: bool  # it said goodbye; all else is a failure
+    clean: bool
+    """True after a goodbye. Any other exit is a failure."""
     cause: str
-    traceback: str = ""  # the text of its traceback, when it reported one before it went
-    exitcode: int | None = None  # None: it did not say, as when it was killed
+    traceback: str = ""
+    """Traceback that the rank reported, or ""."""
+    exitcode: int | None = None
+    """Exit code that the rank reported, or None, as for a killed process."""
 
     def error(self) -> PeerLost | RemoteError:
-        """Return the exception that tells a caller about this exit: `RemoteError` when a traceback is known."""
+        """Return the exception for this exit: `RemoteError` if a traceback is known, otherwise `PeerLost`."""
         who = "the hub" if self.rank == HUB else f"rank {self.rank}"
         if not self.traceback:
             return PeerLost(f"{who} left: {self.cause}", lost=self.rank)
@@ -35,22 +39,25 @@ class Exit:
 class Roster:
     """The members of one session after another.
 
-    A session begins when all ranks have joined; a rank that goes before that never came, and may come again. When
-    all have said goodbye, the next session may begin: a process may open and close aiodist any number of times
-    under one launcher. After a failure there is none.
+    A session begins when all ranks have joined. A rank that leaves before that may join again. When all have said
+    goodbye, the next session may begin: under one launcher a process may open and close aiodist any number of times.
+    After a failure no session begins.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.ready = False  # all ranks have joined this session
+        self.ready = False
+        """True once all ranks have joined this session."""
         self.joined: set[int] = set()
-        """The ranks that came to this session, those that left again after it began too."""
-        self.exits: dict[int, Exit] = {}  # how each rank left last, until it joins again
+        """Ranks that joined this session, also those that left it after its beginning."""
+        self.exits: dict[int, Exit] = {}
+        """Last exit of each rank, until it joins again."""
         self._left: set[int] = set()
         self._gave_up: dict[int, Exit] = {}
+        """Exits of ranks before the beginning of the session."""
 
     def join(self, rank: int, size: int) -> None:
-        """Let a rank in; raise `Refused` with the reason why not."""
+        """Accept a rank, or raise `Refused` with the reason."""
         if size != self.size:
             raise Refused("size", f"rank {rank} expects {size} ranks, this hub {self.size}")
         if not 0 <= rank < size:
@@ -70,7 +77,7 @@ class Roster:
         self.ready = len(self.joined) == self.size
 
     def leave(self, exit: Exit) -> bool:
-        """Note how a rank left; False when this is no news to the others."""
+        """Note an exit. Return True if the others must be notified."""
         if not self.ready:
             if exit.rank in self.joined:
                 self.joined.remove(exit.rank)
@@ -83,18 +90,18 @@ class Roster:
         return True
 
     def start_over(self) -> bool:
-        """Begin a new session if all have said goodbye; whether that is so."""
-        over = len(self._left) == self.size and all(exit.clean for exit in self.exits.values())
-        if over:
+        """Begin a new session if all ranks have said goodbye. Return True if so."""
+        ended = len(self._left) == self.size and all(exit.clean for exit in self.exits.values())
+        if ended:
             self.ready = False
             self.joined = set()
             self._left = set()
-        return over
+        return ended
 
     def missing(self) -> dict[int, str]:
-        """Return the ranks that have not joined, each with what is known of it.
+        """Return the ranks that have not joined, each with the reason.
 
-        Those that gave up waiting in good order are not among them where others never came, or broke off.
+        Ranks that left in order after a timeout are the answer only if no other rank is missing.
         """
         missing = [rank for rank in range(self.size) if rank not in self.joined]
         first = [rank for rank in missing if rank not in self._gave_up or not self._gave_up[rank].clean] or missing
@@ -112,7 +119,7 @@ class Members(Protocol):
     """The ranks of an elastic job, as its hub reports them. The hub is that of one generation."""
 
     def ask(self, rank: int, joiners: int, reply: Reply) -> None:
-        """A rank asks for the next generation, with so many new ranks."""
+        """A rank asks for the next generation, with `joiners` new ranks."""
 
     def missing(self, rank: int) -> dict[int, str]:
         """Return the ranks that a rank waits for, each with the reason."""
@@ -125,17 +132,18 @@ class Members(Protocol):
 
 
 class Store:
-    """What all ranks share: byte strings by name, counters, exchanges, and those who wait for a name."""
+    """The store of all ranks: byte strings by name, counters, exchanges, and the requests that wait for a name."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._brought: dict[str, dict[int, str]] = {}  # to exchanges that are not complete, by rank
+        self._brought: dict[str, dict[int, str]] = {}
+        """Values of incomplete exchanges, by rank."""
         self._waiting: dict[str, dict[Waiter, Reply]] = {}
 
     def answer(self, question: Sequence[object], waiter: Waiter, reply: Reply) -> bool:
-        """Do what is asked and call `reply(value, error)`: now, or when a key that is asked for is set.
+        """Answer a question by `reply(value, error)`: now, or when its key is set.
 
-        An exchange is answered when all its ranks have asked. Return False for a question that is not for the store.
+        An exchange is answered when all its ranks have asked. Returns False for a question that is not for the store.
         """
         value: object = None
         match question:
@@ -178,7 +186,7 @@ class Store:
             reply(value, None)
 
     def cancel(self, rank: int, number: int | None = None) -> None:
-        """Wait no more for the request `number` of `rank`, or for any of its; nothing happens when none waits."""
+        """Cancel the waiting request `number` of `rank`, or all its requests. Without one it is a no-op."""
         for key, waiters in tuple(self._waiting.items()):
             for waiter in tuple(waiters):
                 if waiter[0] == rank and number in (None, waiter[1]):

@@ -1,8 +1,8 @@
-"""A thread that runs one plain asyncio loop, so that somebody listens while the main thread is busy; and forks.
+"""A thread with a plain asyncio loop, which listens while the main thread is busy; and the descriptors of a fork.
 
-A forked child, as a loader worker may be, has a copy of every socket. Were it to keep them, the hub would see no end of
-file when the parent is killed, and the port of a dead rank 0 would stay taken. So the child puts /dev/null in the place
-of each: the number stays taken, and anything that still refers to it, a garbage collector included, does no harm.
+A forked child, as a loader worker may be, has a copy of every socket. With these copies, the hub would see no end of
+file when the parent is killed, and the port of a dead rank 0 would stay in use. So the child replaces each by
+/dev/null: the number stays in use, and later uses of the number, also by the garbage collector, are harmless.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _guarded: set[int] = set()
 
 
 class Owner:
-    """The process that made this object: what belongs to it is nothing to a forked child."""
+    """The process that made an object, which a forked child must not use."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     def is_here(self) -> bool:
-        """Whether the caller runs in that process."""
+        """Return True in that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
@@ -45,13 +45,13 @@ class Owner:
 
 
 def guard(fd: int) -> None:
-    """Have forked children let go of `fd`, until `forget`."""
+    """Close `fd` in forked children, until `forget`."""
     _install()
     _guarded.add(fd)
 
 
 def forget(fd: int) -> None:
-    """Leave `fd` alone from now on; to be called before it is closed, since its number may be used again."""
+    """End `guard`, before the close of `fd`, whose number may be used again."""
     _guarded.discard(fd)
 
 
@@ -69,9 +69,9 @@ def _release() -> None:
 
 
 class LoopThread:
-    """A daemon thread with a loop of its own, and the resources that live on it.
+    """A daemon thread with a loop, and the resources of that loop.
 
-    `stack` holds them; it is touched on the thread only, and is unwound in reverse order when the thread stops.
+    Only the thread uses `stack`, which has the resources. It is unwound in reverse order when the thread stops.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,17 +81,17 @@ class LoopThread:
         self._work: WeakSet[Coroutine[Any, Any, Any]] = WeakSet()
         self._stopping = asyncio.Event()
         self._ended: Future[None] = Future()
-        self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
+        self._ended.set_running_or_notify_cancel()  # no waiter can cancel it
         self._thread = OwnThread(name, self._main)
         self._thread.start()
         _running.add(self)
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
+        """Return True on this thread."""
         return threading.current_thread() is self._thread
 
     def call(self, fn: Callable[..., object], *args: Any) -> bool:  # noqa: ANN401
-        """Have the thread call `fn(*args)` soon, in the order of these calls; False when it has ended."""
+        """Post `fn(*args)` to the thread, in the order of these calls. Return False if the thread has ended."""
         try:
             self._check_running()
             self.loop.call_soon_threadsafe(fn, *args)
@@ -100,7 +100,7 @@ class LoopThread:
         return True
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread; cancelling this call cancels it. Raises `RuntimeError` when it has ended."""
+        """Run a coroutine on the thread. Cancelling this call cancels it. Raises `RuntimeError` after the end."""
         self._work.add(work)
         try:
             self._check_running()
@@ -113,7 +113,7 @@ class LoopThread:
     async def aclose(self) -> None:
         """Unwind the stack and end the thread, without blocking the loop of the caller.
 
-        The thread ends even if the caller is cancelled meanwhile. Raises what the unwinding raised.
+        The thread ends even if the caller is cancelled meanwhile. Raises the exception of the unwinding.
         """
         self.call(self._stopping.set)
         await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -130,9 +130,9 @@ class LoopThread:
             self._ended.set_result(None)
 
     def park(self) -> None:
-        """The program ends, and nobody has closed it: let it rest, for one that runs now may crash the interpreter.
+        """Stop the thread at the end of a program without a close: a running thread may crash the interpreter.
 
-        CPython 3.11 frees the state of a thread that waits for the GIL, and uses it when that thread has got it.
+        CPython 3.11 frees the state of a thread that waits for the GIL, and uses it when that thread gets the GIL.
         """
         parked = threading.Event()
 
@@ -152,7 +152,7 @@ class LoopThread:
         try:
             async with self.stack:
                 await self._stopping.wait()
-                # Ours alone: the tasks of what is on the stack end with it.
+                # Tasks of `run` only: the stack ends its own tasks.
                 await _cancel([task for task in self._others() if task.get_coro() in self._work])
         finally:
             await _cancel(self._others())
@@ -169,7 +169,7 @@ async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
-    """Give a future its result or its error, unless it has one."""
+    """Set the result or the error of a future, unless it is done."""
     if future.done():
         return
     if error is None:
@@ -179,13 +179,13 @@ def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> 
 
 
 def settle_soon(future: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:  # noqa: ANN401
-    """Do so on the loop of the future, from any thread; a loop that was closed meanwhile has nobody who waits."""
+    """Settle a future on its loop, from any thread. A closed loop is ignored."""
     with contextlib.suppress(RuntimeError):
         future.get_loop().call_soon_threadsafe(settle, future, value, error)
 
 
 @atexit.register
 def _park_all() -> None:
-    """Called last, as what is registered first is: worlds may be closed until then."""
+    """Runs last, since it was registered first: worlds may be closed until then."""
     for thread in list(_running):
         thread.park()

@@ -1,6 +1,6 @@
 """The generations of an elastic job: which ranks continue after a loss, and which ranks join. No I/O.
 
-Each generation has a session of its own at a hub. Its ranks ask to regroup. When all live ones have asked, the next
+Each generation has a session of its own at a hub. Ranks ask to regroup. When all live ones have asked, the next
 generation is formed: they keep their order, and new ranks follow. It begins when all its ranks have joined its session,
 and only then does the current one end. A rank that leaves or asks again before ends the formed generation, and the
 ranks start again. So each live rank is in the current generation, or moving from it to the next. Events of an ended

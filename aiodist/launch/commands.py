@@ -1,6 +1,6 @@
-"""What to start: pure functions from a `Job` to command lines and environments.
+"""Command lines and environments of a `Job`, by pure functions.
 
-Beside each variable and option stands the trap that it removes; the user never meets them.
+A comment names the problem that each variable and option prevents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiodist.types import check_timeout
 
 
 class Flavour(StrEnum):
-    """Whose mpirun it is, which decides the options it takes."""
+    """Kind of an mpirun, which defines its options."""
 
     OPENMPI = "openmpi"
     MPICH = "mpich"
@@ -29,53 +29,55 @@ class Flavour(StrEnum):
 
 @dataclass(frozen=True)
 class Mpi:
-    """One mpirun, and the library that belongs to it."""
+    """An mpirun and its library."""
 
     mpirun: str
     flavour: Flavour
     version: str
-    library: str | None  # the file that mpi4py must load to be part of the job; None: not found beside mpirun
-    networks: tuple[str, ...] = ()  # the network modules of an MPICH, best first in its own opinion
+    library: str | None
+    """File that mpi4py must load to join the job, or None if it is not installed with mpirun."""
+    networks: tuple[str, ...] = ()
+    """Network modules of an MPICH, in its order of preference."""
 
 
 ENDS_ALL = "MPI ends every rank when one dies; say --mpi none"
-"""Why a job under an mpirun cannot go on without one of its ranks."""
+"""Reason why a job under an mpirun cannot continue without one of its ranks."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and how."""
+    """A job of `aiodist run`, with its options."""
 
     command: tuple[str, ...]
-    """What the program is given, which is Python: `("train.py", "--lr", "0.1")` or `("-m", "package.module")`."""
+    """Arguments of the program, by default Python: `("train.py", "--lr", "0.1")` or `("-m", "package.module")`."""
     ranks: int
-    """All of them, the servers too."""
+    """Number of ranks, with the servers."""
     mpi: str = "auto"
     """`auto`, `openmpi`, `mpich`, `none`, or the path of an mpirun."""
     mpi_args: tuple[str, ...] = ()
     exports: tuple[str, ...] = ()
-    """`NAME=VALUE`, or `NAME` for the value it has here."""
+    """`NAME=VALUE`, or `NAME` for its value here."""
     log_dir: Path | None = None
     prefix: bool = True
     timeout: float | None = None
     kill_after: float = 3.0
-    """Seconds from the request to stop until SIGKILL."""
+    """Time between the request to stop and SIGKILL, in seconds."""
     finish_within: float = 5.0
-    """Seconds that the others have to end, once a rank that never joined the job ended with exit code 0."""
+    """Time for the others after a rank that never joined has ended with exit code 0, in seconds."""
     hosts: tuple[Host, ...] = ()
-    """Where the ranks run, each with its number of them; empty: all here."""
+    """Hosts of the ranks, each with its number of ranks. Without hosts, all ranks run here."""
     rsh: str = ""
-    """What runs a command on a host, called as `RSH HOST COMMAND`; empty: ssh."""
+    """Command that runs a command on a host, as `RSH HOST COMMAND`. "" is ssh."""
     iface: str = ""
-    """The network between hosts: an interface, or a network such as 10.0.0.0/24; empty: MPI chooses."""
+    """Network between hosts: an interface, or a network such as 10.0.0.0/24. "" is MPI's choice."""
     servers: int = 0
-    """How many of the ranks, the last ones, only serve parameters."""
+    """Number of ranks that only serve parameters, which are the last ones."""
     keep_going: bool = False
-    """The others go on when a rank fails."""
+    """True lets the others continue if a rank fails."""
     elastic: tuple[int, int] | None = None
-    """How many ranks there must be for the job to go on when some fail, and how many there may be; None: all."""
+    """Fewest ranks with which the job continues after failures, and most ranks. None needs all ranks."""
     program: str = sys.executable
-    """What each rank runs."""
+    """Program of each rank."""
 
     def __post_init__(self) -> None:
         self._check_times()
@@ -114,13 +116,13 @@ class Job:
         if not 1 <= least <= self.ranks <= most:
             raise ConfigError(f"{what} with {self.ranks} ranks: expected 1 <= MIN <= ranks <= MAX")
         if self.keep_going:
-            raise ConfigError(f"--keep-going with {what}, whose ranks go on when one fails: expected one of the two")
+            raise ConfigError(f"--keep-going with {what}, whose ranks continue when one fails: expected one of the two")
         if self.servers:
             raise ConfigError(f"--servers with {what}: ranks get new numbers, so that none can be set apart by them")
 
 
 def elastic_range(text: str) -> tuple[int, int] | None:
-    """Return what --elastic says, None where it is empty; raise `ConfigError` unless it is MIN:MAX.
+    """Return the range of --elastic, or None for "". Raises `ConfigError` unless it is MIN:MAX.
 
     >>> elastic_range("2:4"), elastic_range("")
     ((2, 4), None)
@@ -200,7 +202,7 @@ def common_variables(
 
 
 GUARD_NEEDS = {"AIODIST_TOKEN": "", "LD_LIBRARY_PATH": "", "PYTHONPATH": ""}
-"""What mpirun carries to other hosts, which must be set here; the guard gets the rest from the launcher."""
+"""Variables that mpirun sends to other hosts, which must be set here. The guard gets the rest from the launcher."""
 _OF_THIS_HOST = ("SLURM_", "SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _OF_THIS_HOST_EXACT = frozenset(
     (
@@ -211,7 +213,7 @@ _OF_THIS_HOST_EXACT = frozenset(
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a rank on another host has of `environ`: all but what belongs to this host, login or terminal."""
+    """Return the variables for a rank on another host, without those of this host, login or terminal."""
     return {
         name: value
         for name, value in environ.items()
@@ -259,25 +261,25 @@ def guard_command(address: str, cwd: Path) -> list[str]:
 
 
 def own_path(cwd: Path) -> list[str]:
-    """Return the options of Python for a program of ours.
+    """Return the options of Python for a program of aiodist.
 
-    -P keeps the working directory out of its path, where a file `select.py` would be imported for the
-    standard module; only in a checkout that is not installed is aiodist itself found there.
+    -P removes the working directory from the path: a file `select.py` there would replace the standard module. A
+    checkout that is not installed needs the working directory.
     """
     return [] if cwd == Path(__file__).parents[2] else ["-P"]
 
 
 def guard_script(guard: Sequence[str], cwd: Path) -> str:
-    """Return what a shell on a host runs to start a guard, which gets the variables that come on standard input.
+    """Return the shell command that starts a guard on a host, with variables from standard input.
 
-    Every user of a host can see the command lines of its processes. A folder that is missing is told by the guard.
+    Every user of a host can see its command lines. The guard reports a missing folder.
     """
     read = 'while IFS= read -r said && [ -n "$said" ]; do export "$said"; done'
     return f"cd {shlex.quote(str(cwd))} 2>/dev/null; {read}; exec {shlex.join(guard)}"
 
 
 def check_mpi(job: Job, mpi: Mpi | None) -> None:
-    """Raise where this MPI, or its absence, cannot run the job."""
+    """Raise an error if this MPI, or its absence, cannot run the job."""
     if mpi is None and job.mpi_args:
         raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
     if mpi is not None and job.keep_going:
@@ -297,10 +299,10 @@ def check_mpi(job: Job, mpi: Mpi | None) -> None:
 
 
 def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "", segments: str = "") -> list[str]:
-    """Return the command that starts a guard for each rank; the user's own arguments replace ours.
+    """Return the command that starts a guard for each rank. Arguments of the user replace those of aiodist.
 
-    `session` is a folder in which mpirun may leave files on this host, `segments` one in which ranks may leave memory
-    that they share; "" leaves that to them.
+    `session` is a folder for mpirun's files on this host, and `segments` one for the ranks' shared memory. "" is their
+    default.
     """
     given = {argument.lstrip("-").partition("=")[0] for argument in job.mpi_args}
     options: list[str] = []
@@ -313,7 +315,7 @@ def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "", segm
         if job.elastic is not None:  # else it ends all ranks when one dies
             options.append("--enable-recovery")
         if session and not _before_prrte(mpi) and not given & {"prte_local_tmpdir_base", "prte_tmpdir_base"}:
-            # Else they lie in /tmp under its process id, where those of a killed mpirun stop the next with that id.
+            # By default in /tmp under its process id: files of a killed mpirun stop the next one with that id.
             options += ["--prtemca", "prte_local_tmpdir_base", session]
         if segments and not given & {"btl_sm_backing_directory", "btl_vader_backing_directory"}:
             options += ["--mca", "btl_sm_backing_directory", segments]  # else a rank that is killed leaves them
@@ -324,7 +326,7 @@ def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "", segm
 
 
 def segments_in(job: Job, mpi: Mpi, environ: Mapping[str, str]) -> str:
-    """Return in which folder of this host the ranks get one for the memory that they share; "" where they get none."""
+    """Return the parent folder on this host of the folder for the ranks' shared memory, or "" without such a folder."""
     # On other hosts there is no such folder.
     elsewhere = job.hosts or any(argument.lstrip("-").startswith(_NAME_HOSTS) for argument in job.mpi_args)
     own = elsewhere or any(name in environ for name in _SEGMENTS_ELSEWHERE)
@@ -370,7 +372,7 @@ def _mpich_hosts(job: Job) -> list[str]:
 
 
 def mpirun_environment(mpi: Mpi, environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """Return the variables that mpirun and the ranks below it need beside `environ`."""
+    """Return the variables that mpirun and its ranks need in addition to `environ`."""
     variables = {}
     if mpi.flavour is Flavour.OPENMPI:
         if root:  # else mpirun refuses to run

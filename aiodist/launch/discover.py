@@ -24,15 +24,15 @@ _LIBRARIES = {
 """The names under which each flavour installs its library, best first."""
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _THIS = ("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info))
-"""The names of this interpreter, as one types them."""
+"""Names of this interpreter in a command."""
 _INTERPRETER = re.compile(r"(python|pypy)(3(\.\d+)?)?")
 
 
 def find_mpi(choice: str, path: str) -> Mpi | None:
-    """Return the mpirun that `choice` means, looked for beside this Python first, then along `path`.
+    """Return the mpirun of a `choice`, first from the folder of this Python, then from `path`.
 
-    `auto` is Open MPI or MPICH where mpirun and mpi4py are both there; None is no MPI. Raises `ConfigError` for
-    a choice that means nothing, `BackendUnavailable` for a flavour that is not there.
+    `auto` is Open MPI or MPICH if both mpirun and mpi4py are installed. None is no MPI. Raises `ConfigError` for an
+    unknown choice, and `BackendUnavailable` for a flavour that is not installed.
     """
     if choice == "none":
         return None
@@ -60,7 +60,7 @@ def probe(mpirun: str) -> Mpi | None:
 
 
 def _answer(*command: str) -> str | None:
-    """Return what a command prints, None where it fails or does not answer."""
+    """Return the output of a command, or None if it fails or does not answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -94,7 +94,7 @@ def auto_ranks(environ: Mapping[str, str]) -> int:
 
 
 def installed(path: str) -> Iterator[Mpi]:
-    """Find every mpirun that answers, beside this Python and then along `path`; each is asked when it is its turn."""
+    """Yield every mpirun that answers, first in the folder of this Python, then in `path`."""
     folders = [str(Path(sys.executable).parent), *path.split(os.pathsep)]
     seen: set[str] = set()
     for folder in filter(None, folders):
@@ -114,7 +114,7 @@ def _library(mpirun: str, kind: Flavour) -> str | None:
         prefix = Path(binary).absolute().parent.parent
         for folder in (prefix / "lib", prefix / "lib64", *sorted(prefix.glob("lib/*-linux-gnu*"))):
             for name in _LIBRARIES[kind]:
-                # Where all MPIs share one folder, the plain name belongs to whichever was installed last.
+                # All MPIs share this folder, and the plain name is that of the last installed one.
                 if name == "libmpi.so" and str(prefix) == "/usr":
                     continue
                 if (folder / name).exists():
@@ -148,9 +148,9 @@ def command_of(words: Sequence[str], *, module: bool, search: str) -> tuple[str,
 
 
 def _something(interpreter: str, rest: list[str]) -> list[str]:
-    """Return the words behind an interpreter; alone it would wait for what is typed, on each rank."""
+    """Return the arguments of an interpreter. Without arguments it would wait for input, on each rank."""
     if not rest:
-        raise ConfigError(f"{interpreter}: expected a script behind it")
+        raise ConfigError(f"{interpreter}: expected a script after it")
     return rest
 
 

@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Return the hosts of a file, one a line: `name`, `name:N` or `name slots=N`; `#` starts a comment.
 
-    Raises `ConfigError`, with file and line, for what is none of these and for a host named twice.
+    Raises `ConfigError`, with file and line, for another line and for a host that is named twice.
     """
     try:
         lines = path.read_text().splitlines()
@@ -126,7 +126,7 @@ def _host(text: str, where: str) -> Host:
     if text.endswith("]") or not colon:
         name, count = text, ""
     elif not count:
-        raise ConfigError(f"{where}: {text!r}: expected a number of ranks behind the colon")
+        raise ConfigError(f"{where}: {text!r}: expected a number of ranks after the colon")
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]
     elif ":" in name:
@@ -168,7 +168,7 @@ def shell_on(name: str, rsh: str, script: str) -> list[str]:
 
 
 def check_known(names: Sequence[str], rsh: str) -> None:
-    """Raise `ConfigError` for a host that nobody here knows; an agent of the user's may know more than we do."""
+    """Raise `ConfigError` for an unknown host, unless the user gives a remote shell, which may know other hosts."""
     for name in () if rsh else names:
         try:
             socket.getaddrinfo(name, None)
@@ -224,7 +224,7 @@ def interface(choice: str) -> tuple[str, str]:
 
 def _addresses() -> Mapping[str, list[str]]:
     """Return the addresses of each interface, IPv4 first."""
-    import psutil  # only where somebody asks for an interface
+    import psutil  # only for an option that names an interface
 
     families = (socket.AF_INET, socket.AF_INET6)
     return {

@@ -1,4 +1,4 @@
-"""`run(job)`: opens the control hub, starts the ranks, hands their output on, and ends everything it started."""
+"""`run(job)`: opens the control hub, starts the ranks, prints their output, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
-    """Run the job to its end and return its exit code; no process of it is left then.
+    """Run the job to its end, and return its exit code. No process of the job is left then.
 
-    While it runs, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 go to the ranks. Who failed, and how, is
-    printed on standard error. Raises `ConfigError` or `BackendUnavailable` where the job makes no sense here, and
-    `LaunchError` where it cannot be started.
+    Meanwhile, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 go to the ranks. Failed ranks and their exits are
+    printed on standard error. Raises `ConfigError` or `BackendUnavailable` if the job cannot run here, and
+    `LaunchError` if it cannot be started.
     """
     environ = variables() if environ is None else environ
     _allow_descriptors(job.ranks)
@@ -70,7 +70,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         if job.hosts:
             common = {**commands.GUARD_NEEDS, **common}
             exports = {**commands.travelling(common), **commands.network_variables(mpi, job.iface, environ), **exports}
-        # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours here simply has it.
+        # An mpirun may not give rank 0 this standard input, so the launcher sends it. A local guard inherits it.
         first: Stdin = "same" if mpi is None and not job.hosts else "sent"
         starts = [
             Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, cwd))
@@ -80,7 +80,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         supervisor = Supervisor(job, ranks, elastic or hub.roster, output.say)
 
         async def overheard(data: bytes) -> None:
-            if not (supervisor.stopping and ranks.came):  # an mpirun comments at length on what we say in a line
+            if not (supervisor.stopping and ranks.came):  # else it repeats the launcher's line at length
                 await output.overheard(data)
 
         stack.enter_context(_signals(partial(_heard, output, events)))
@@ -110,15 +110,15 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
 def _common_variables(
     job: Job, mpi: Mpi | None, environ: Mapping[str, str], address: str, token: str
 ) -> dict[str, str]:
-    """Return what every process of the job inherits, an mpirun too."""
+    """Return the variables of every process of the job, also of an mpirun."""
     common = commands.common_variables(environ, address, token, job.servers, job.elastic)
     common["AIODIST_JOB"] = str(os.getpid())
     return common if mpi is None else common | commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
 
 
 def _allow_descriptors(ranks: int) -> None:
-    """Raise this process's limit of open files to what the ranks take; raise `LaunchError` where that is refused."""
-    needed = 64 + 8 * ranks  # of each: two connections, up to two pipes and two logs, and what watches a process
+    """Raise this process's limit of open files for the ranks. Raises `LaunchError` if the system refuses."""
+    needed = 64 + 8 * ranks  # per rank two connections, up to two pipes and two logs, and the watch of a process
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise LaunchError(f"{ranks} ranks: expected a limit of at least {needed} open files (ulimit -n), it is {hard}")
@@ -136,7 +136,7 @@ def _meeting_address(job: Job) -> str:
 
 
 class _Guards:
-    """Starts guards where no MPI does, here or by a remote shell; processes are counted in the order of their start."""
+    """Starts guards without MPI, here or by a remote shell. Processes are numbered in the order of their start."""
 
     def __init__(self, job: Job, guard: list[str], environ: Mapping[str, str]) -> None:
         self._job = job
@@ -145,28 +145,28 @@ class _Guards:
         script = commands.guard_script(guard, Path.cwd())
         self._shells = {host.name: hosts.shell_on(host.name, job.rsh, script) for host in job.hosts}
         self._on = [hosts.host_of(job.hosts, rank) if job.hosts else "" for rank in range(job.ranks)]
-        """By process: the name of its host, "" where all are here."""
+        """Host of each process, or "" for this one."""
 
     def first(self, rank: int) -> Command:
-        """Return what starts the guard of one of the first ranks."""
+        """Return the command of the guard of one of the first ranks."""
         return self._command(rank, commands.place_variables(rank, self._job.ranks, self._job.hosts))
 
     def choose(self, living: Iterable[int], missed: Iterable[int]) -> None:
-        """Choose the host of one process more: the one that lacks most of those it had.
+        """Choose the host of one more process: the one that has lost most of its processes.
 
-        `missed` were not started: hosts where that was so come last.
+        `missed` were not started. Their hosts come last.
         """
         there, never = (Counter(self._on[other] for other in others) for others in (living, missed))
         places = [(never[host.name], there[host.name] - (host.ranks or 0)) for host in self._job.hosts]
         self._on.append(self._job.hosts[places.index(min(places))].name if places else "")
 
     def beside(self, process: int, ranks: Iterable[int]) -> dict[str, str]:
-        """Return the variables that tell it its place on its host, among processes in the order of their ranks."""
+        """Return the variables for the place of a process on its host. `ranks` are the processes in rank order."""
         here = [other for other in ranks if self._on[other] == self._on[process]]
         return {"AIODIST_LOCAL_RANK": str(here.index(process)), "AIODIST_LOCAL_SIZE": str(len(here))}
 
     def another(self, process: int) -> Command:
-        """Return what starts the guard of one more, on the host that was chosen."""
+        """Return the command of the guard of one more process, on the chosen host."""
         return self._command(process, {"AIODIST_RANK": str(process), "AIODIST_SIZE": str(process + 1)})
 
     def _command(self, process: int, place: Mapping[str, str]) -> Command:
@@ -181,7 +181,7 @@ class _Guards:
 
 @dataclass(frozen=True)
 class _Growth:
-    """Starts more processes of an elastic job, and gives up those that do not come."""
+    """Starts more processes of an elastic job, and kills those that do not connect."""
 
     elastic: ElasticSessions
     guards: _Guards
@@ -215,7 +215,7 @@ class _Growth:
             raise
 
     def kill(self, number: int) -> None:
-        """See `ElasticSessions.kill`; what starts its guard may hang."""
+        """See `ElasticSessions.kill`. The start of its guard may hang."""
         self.ranks.kill(number)
         self._kill_late(number)
 
@@ -232,7 +232,7 @@ def _heard(output: Streams, events: asyncio.Queue[Event], signum: int) -> None:
 
 @contextlib.contextmanager
 def _signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """Hear signals while inside; outside the main thread they belong to the program that runs the loop."""
+    """Handle signals in this block. Outside the main thread the program handles them."""
     loop = asyncio.get_running_loop()
     heard = []
     for signum in map(signal.Signals.__getitem__, _SIGNALS):

@@ -1,4 +1,4 @@
-"""The launcher's own standard streams: whole lines with the rank in front go out, input for rank 0 comes in."""
+"""The launcher's standard streams: whole lines of output with the rank as prefix, and the input of rank 0."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _REDRAW = 1.0
 _RULE = 60
 _OF_AN_END = (b"has exited due to process rank", b"BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES")
 _AFTER_IT = (b"YOUR APPLICATION TERMINATED WITH", b"This typically refers to a problem", b"Please see the FAQ page")
-_PIECE = 4096  # a pipe that reports room takes this much without blocking (PIPE_BUF)
-_LAST_WORDS = 2.0  # seconds for a slow reader of our output to take what is left at the end
+_PIECE = 4096
+"""Bytes that a pipe with room takes without blocking (PIPE_BUF)."""
+_LAST_WORDS = 2.0
+"""Time for a slow reader of the last output, in seconds."""
 _FDS = {Kind.OUT: 1, Kind.ERR: 2}
 
 
 class Lines:
-    """Cuts what one rank writes to one stream into lines and puts `prefix` before each.
+    """Cuts one stream of a rank into lines, each with `prefix`.
 
-    A line longer than 1 MiB is cut. A carriage return starts a line anew, as on a terminal: of a progress bar that
-    redraws itself the state is printed as a line at most once a second, and its last state when the line ends.
+    A line longer than 1 MiB is cut. A carriage return starts the line again, as on a terminal. The state of a progress
+    bar, which redraws itself, is printed at most once a second, and its last state when the line ends.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -60,29 +62,30 @@ class Lines:
         return b"".join(self._prefix + line.replace(b"\n", b"\n" + self._prefix) + b"\n" for line in lines)
 
     def flush(self) -> bytes:
-        """Return what was written after the last line end, as a line."""
+        """Return the text after the last line end, as a line."""
         rest, self._rest = _last_state(self._rest), b""
         return self._prefix + rest + b"\n" if rest else b""
 
 
 class Notices:
-    """Leaves out of what mpirun says the notices, between two rules, of how ranks ended: we say that.
+    """Removes mpirun's notices about the exits of ranks, which stand between two rules: the launcher reports exits.
 
-    Open MPI and MPICH print one also for a rank that ends well without MPI_Finalize, as one does that gave transfers
-    up; MPICH has an empty line before it, and some lines after it.
+    Open MPI and MPICH print one also for a rank that ends well without MPI_Finalize, for example after aborted
+    transfers. MPICH prints an empty line before it, and some lines after it.
     """
 
     def __init__(self) -> None:
         self._rest = b""
-        self._notice: list[bytes] | None = None  # the lines since a rule, until the next
+        self._notice: list[bytes] | None = None
+        """Lines since a rule, until the next rule."""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the lines that `data` completes, but for those."""
+        """Return the lines that `data` completes, without notices."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return b"".join(self._line(line + b"\n") for line in lines)
 
     def flush(self) -> bytes:
-        """Return what is left, of a notice that does not end."""
+        """Return the rest, of a notice without an end."""
         rest = b"".join(self._notice or ()) + self._rest
         self._notice, self._rest = None, b""
         return rest
@@ -106,10 +109,10 @@ def _last_state(line: bytes) -> bytes:
 
 
 class Console:
-    """Writes to the standard streams without ever blocking the loop, one writer at a time.
+    """Writes to the standard streams without blocking the loop, one writer at a time.
 
-    The descriptors stay as they are: they are shared with the shell, which would be surprised by O_NONBLOCK. Calls
-    `broken` with the error when standard output takes no more; what is written to it later is dropped.
+    The descriptors do not become O_NONBLOCK, since the shell shares them. `broken` gets the error if standard output
+    takes no more. Later output is dropped.
     """
 
     def __init__(self, broken: Callable[[OSError], None]) -> None:
@@ -118,7 +121,7 @@ class Console:
         self._broken: set[int] = set()
 
     async def write(self, kind: Kind, data: bytes) -> None:
-        """Write all of `data`, which are whole lines; wait for the reader as long as it takes."""
+        """Write all of `data`, which are whole lines. Wait for the reader without a limit."""
         fd = _FDS[kind]
         async with self._lock:
             view = memoryview(data)
@@ -131,7 +134,7 @@ class Console:
                         view = view[os.write(fd, view) :]
                 except BlockingIOError:
                     await _writable(fd)
-                except OSError as error:  # a pipe nobody reads, a terminal that is gone, a full disk
+                except OSError as error:  # a pipe without a reader, a closed terminal, a full disk
                     self._broken.add(fd)
                     if fd == 1:
                         self._tell_broken(error)
@@ -157,12 +160,12 @@ async def _ready(fd: int, add: Callable[..., None], remove: Callable[[int], bool
 
 
 async def read_input() -> bytes:
-    """Return a piece of standard input, nothing at its end; never, where the terminal belongs to somebody else."""
+    """Return a piece of standard input, empty at its end. In the background of a terminal it never returns."""
     loop = asyncio.get_running_loop()
     while True:
         try:
             if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
-                return await loop.create_future()  # type: ignore[no-any-return]  # in the background: reading would stop us
+                return await loop.create_future()  # type: ignore[no-any-return]  # a read would stop this process
             if _may_block(0):
                 await _ready(0, loop.add_reader, loop.remove_reader)
             return os.read(0, 1 << 16)
@@ -173,7 +176,7 @@ async def read_input() -> bytes:
 
 
 class Logs:
-    """What each rank wrote, byte for byte: `DIR/rank-0.out` and `DIR/rank-0.err`."""
+    """Files with the exact output of each rank: `DIR/rank-0.out` and `DIR/rank-0.err`."""
 
     def __init__(self, folder: Path | None, ranks: int) -> None:
         self._folder = folder
@@ -182,7 +185,7 @@ class Logs:
             self.add(rank)
 
     def add(self, rank: int) -> None:
-        """Open the files of one more rank; raise `ConfigError` where that cannot be."""
+        """Open the files of one more rank. Raises `ConfigError` if the system refuses."""
         if (folder := self._folder) is None:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -195,7 +198,7 @@ class Logs:
             raise ConfigError(f"--log-dir {folder}: {error.strerror}") from error
 
     def write(self, rank: int, kind: Kind, data: bytes) -> None:
-        """Add to the rank's file, if there is one; raise `ConfigError` where it ends here: the disk is full."""
+        """Append to the rank's file, if any. Raises `ConfigError` if the file ends here, as on a full disk."""
         view = memoryview(data)
         while view and (rank, kind) in self._files:
             try:
@@ -213,10 +216,10 @@ class Logs:
 
 
 class Streams:
-    """Where the output of all ranks, and the launcher's own words, go, and where rank 0's input comes from."""
+    """The output of all ranks and of the launcher."""
 
     def __init__(self, job: Job, broken: Callable[[OSError], None], beside: str = "mpirun") -> None:
-        """`beside` names what starts the ranks, and has words of its own."""
+        """`beside` is the program that starts the ranks, which has output too."""
         self._console = Console(broken)
         self._logs = Logs(job.log_dir, job.ranks)
         self._prefix = job.prefix
@@ -229,14 +232,14 @@ class Streams:
         self._words: set[asyncio.Task[None]] = set()
 
     def add(self, rank: int) -> None:
-        """There is one more rank."""
+        """Add one rank."""
         self._add_lines(rank)
         with self._saying():
             self._logs.add(rank)
 
     @contextmanager
     def _saying(self) -> Iterator[None]:
-        """Say what is wrong with a log: it ends no job."""
+        """Print an error of a log file, which does not end the job."""
         try:
             yield
         except ConfigError as error:
@@ -250,11 +253,11 @@ class Streams:
         return f"[{rank}] ".encode() if self._prefix else b""
 
     def interrupted(self) -> None:
-        """The launcher interrupts all ranks: of those that only hear that another one was, print a line each."""
+        """Print one line for each rank that reports only the interrupt of another rank."""
         self._tracebacks.interrupted()
 
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
-        """Print the whole lines of what a rank wrote; wait while nobody reads them."""
+        """Print the whole lines of a rank's output. Wait until they are read."""
         with self._saying():
             self._logs.write(rank, kind, data)
         said = self._lines[rank, kind].feed(data, asyncio.get_running_loop().time())
@@ -263,25 +266,25 @@ class Streams:
         await self._console.write(kind, said)
 
     async def finish(self, rank: int) -> None:
-        """Print what the rank wrote after its last line end."""
+        """Print the output of the rank after its last line end."""
         await self._console.write(Kind.OUT, self._lines[rank, Kind.OUT].flush())
         prefix = self._prefix_of(rank)
         said = self._tracebacks.feed(rank, self._lines[rank, Kind.ERR].flush(), prefix)
         await self._console.write(Kind.ERR, said + self._tracebacks.finish(rank, prefix))
 
     async def overheard(self, data: bytes) -> None:
-        """Print what mpirun itself says."""
+        """Print the output of mpirun itself."""
         said = self._notices.feed(data)
         await self._console.write(Kind.ERR, self._mpirun.feed(said, asyncio.get_running_loop().time()))
 
     def say(self, line: str) -> None:
-        """Print a line of our own as soon as somebody reads, and do not wait for that."""
+        """Print a line of the launcher, without a wait for the reader."""
         task = asyncio.create_task(self._console.write(Kind.ERR, f"{line}\n".encode()))
         self._words.add(task)
         task.add_done_callback(self._words.discard)
 
     async def aclose(self) -> None:
-        """Wait a little for our last words to be read, and close the files."""
+        """Wait a short time for the reader of the last lines, and close the files."""
         rest = self._mpirun.feed(self._notices.flush(), asyncio.get_running_loop().time()) + self._mpirun.flush()
         if rest:
             self.say(rest.decode(errors="replace").rstrip("\n"))

@@ -38,11 +38,11 @@ class ProcessEnded:
 
 
 class Processes:
-    """Runs the commands, each in a session of its own, so that Ctrl-C reaches them through us alone.
+    """Runs the commands, each in a session of its own, so that Ctrl-C reaches them through the launcher only.
 
-    The guard of rank 0 has our standard input. What an mpirun or a remote shell itself writes goes to `sink`; a guard
-    writes nothing but its own last words, which go where ours go. Leaving the context waits `patience` seconds for all
-    to end, then ends them by force. Entering it raises `LaunchError` when one cannot be started.
+    The guard of rank 0 has the standard input. `sink` gets the output of an mpirun or a remote shell. A guard
+    writes only the error that ends it, to the launcher's own streams. Leaving the context waits `patience` seconds for
+    all processes, then kills them. Entering it raises `LaunchError` if one cannot be started.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Folders for what an MPI leaves on this host: they go with the job, or when the next finds that it was killed."""
+"""Folders for the files of an MPI on this host, removed with the job or, after a kill, by the next job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aiodist.machine import boot_id
 
 @contextmanager
 def scratch_folder(parent: str) -> Iterator[str]:
-    """Make a folder in `parent` for this block, and remove those that launchers of this user left there.
+    """Make a folder in `parent` for this block, and remove those of killed launchers of this user.
 
-    A launcher locks its folder as long as it lives: the kernel gives the lock back when it is killed. The name tells
-    folders of this kernel from those of other hosts that see `parent` too, whose locks may not be seen here.
+    A launcher holds a lock on its folder while it lives; the kernel releases the lock of a killed one. The name has the
+    kernel's id, since other hosts may see `parent` too, and their locks may not be visible here.
     """
     prefix = f"aiodist-{boot_id()[:8]}-"
     for left in Path(parent).glob(f"{prefix}*"):
-        with suppress(OSError), _locked(left):  # else it is in use, another user's, or gone meanwhile
+        with suppress(OSError), _locked(left):  # it is in use, of another user, or removed
             shutil.rmtree(left, ignore_errors=True)
     with ExitStack() as stack:
         while True:
@@ -41,7 +41,7 @@ def scratch_folder(parent: str) -> Iterator[str]:
 
 @contextmanager
 def _locked(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a folder of this user; raise OSError where somebody else does, or it is not there."""
+    """Hold the lock of a folder of this user. Raises OSError if another process holds it, or without the folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(fd).st_uid != os.getuid():

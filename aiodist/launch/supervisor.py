@@ -1,4 +1,4 @@
-"""Watches one job from its start to its end: what happens, what it means, and who is told to stop when."""
+"""Watches one job from its start to its end: events, their meaning, and the times to stop ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from aiodist.launch.commands import Job
 
 START_TIMEOUT = 60.0
-_AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
-_TOLD = 2.5  # seconds that ranks have to end by themselves, when the control channel told them who failed
-_MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
-_TIMED_OUT = 124  # as timeout(1) has it
-_SIGNALLED = 128  # and the signal's number is the code, as shells have it
+_AFTER_KILL = 1.5
+"""Time for the end and the last output of killed processes, in seconds."""
+_NOTIFIED = 2.5
+"""Time in which ranks may end by themselves after the control channel has reported a failure, in seconds."""
+_MPIRUN_GRACE = 0.5
+"""Time for the exits of ranks after that of their mpirun, in seconds."""
+_TIMED_OUT = 124  # the exit code of timeout(1)
+_SIGNALLED = 128  # plus the signal's number, as in shells
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """The launcher received a signal, or SIGPIPE's cause: nobody reads its output any more."""
+    """The launcher received a signal, or its output has no reader (SIGPIPE)."""
 
     signum: int
 
@@ -39,10 +42,10 @@ Event = Ending | Finished | ProcessEnded | Signalled
 
 
 class Supervisor:
-    """Takes events until every rank is done; `code` is the job's exit code then."""
+    """Takes events until every rank has finished. `code` is then the job's exit code."""
 
     def __init__(self, job: Job, ranks: Ranks, roster: Known, say: Callable[[str], None]) -> None:
-        """`roster` is what the hub knows; of an elastic job its sessions."""
+        """`roster` is that of the hub, or the sessions of an elastic job."""
         self._elastic = roster if isinstance(roster, ElasticSessions) else None
         self.code: int | None = None
         self.stopping = False
@@ -54,22 +57,22 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._times = {"start": self._loop.time() + START_TIMEOUT}
-        """When which of "start", "finish", "mpirun", "stop", "kill" and "give up" is due."""
+        """Times of "start", "finish", "mpirun", "stop", "kill" and "end", by the loop's clock."""
         if job.timeout is not None:
             self._times["finish"] = self._loop.time() + job.timeout
         self._mpirun_code = 0
         self._asked = 0.0
-        """When ranks were asked to stop, by the loop's clock."""
+        """Time at which ranks were asked to stop, by the loop's clock."""
 
     def started(self, rank: int) -> None:
-        """There is one more rank, of an elastic job."""
+        """Add one rank of an elastic job."""
         self._left.add(rank)
         self._verdict.started(rank)
 
     async def watch(self, events: asyncio.Queue[Event]) -> int:
-        """Return the exit code once all ranks are done, or have been killed and still say nothing.
+        """Return the exit code when all ranks have finished, or some time after they were killed.
 
-        Raises `LaunchError` when ranks cannot be started.
+        Raises `LaunchError` if ranks cannot be started.
         """
         while self._left or (not self.stopping and self._verdict.due is not None):
             try:
@@ -78,7 +81,7 @@ class Supervisor:
             except TimeoutError:
                 pass
             self._tick()
-            if self._is_due("give up", self._loop.time()):
+            if self._is_due("end", self._loop.time()):
                 break
         return self._verdict.code or 0 if self.code is None else self.code
 
@@ -87,7 +90,7 @@ class Supervisor:
         return min((time for time in times if time is not None), default=None)
 
     def _is_due(self, what: str, now: float) -> bool:
-        """Whether the time has come for it, which is once."""
+        """Return True once, when the time has come."""
         if due := what in self._times and now >= self._times[what]:
             del self._times[what]
         return due
@@ -100,15 +103,15 @@ class Supervisor:
                 self._left.discard(rank)
             case ProcessEnded(None, code):
                 self._mpirun_ended(code)
-            case ProcessEnded(int(rank), code) if rank not in self._ranks.came:  # it never got as far as to connect
+            case ProcessEnded(int(rank), code) if rank not in self._ranks.came:  # its guard never connected
                 if self._job.hosts and not self.stopping and not (self._elastic and self._elastic.begun):
                     raise LaunchError(f"rank {rank} was not started{self._where({rank})}: {describe(code)}")
                 self._ended(Ending(rank, code or 1))
                 self._left.discard(rank)
             case Signalled(signum) if signum in _PASSED_ON:
                 self._ranks.signal(signum)
-            case Signalled() if self.stopping:  # asked a second time: no more patience
-                if "give up" not in self._times:
+            case Signalled() if self.stopping:  # a second request
+                if "end" not in self._times:
                     self._times["kill"] = self._loop.time()
             case Signalled(signum):
                 self.code = _SIGNALLED + signum
@@ -118,7 +121,7 @@ class Supervisor:
         now = self._loop.time()
         if len(self._ranks.came) >= self._job.ranks:
             self._times.pop("start", None)
-        # Those that joined an elastic job are not its own.
+        # New ranks of an elastic job do not belong to the mpirun.
         if self._is_due("mpirun", now) and not (self._elastic and self._left.isdisjoint(range(self._job.ranks))):
             self._judge([] if self.stopping else self._verdict.stopped_by_mpirun(self._mpirun_code))
             self._stop(signal.SIGTERM)
@@ -140,7 +143,7 @@ class Supervisor:
                     f"aiodist run: {name_ranks(self._left)} had not ended {now - self._asked:.1f} s after "
                     f"{signal.Signals(self.code - _SIGNALLED).name}: killed; --kill-after gives them more seconds"
                 )
-            self._times["give up"] = now + _AFTER_KILL
+            self._times["end"] = now + _AFTER_KILL
             self._ranks.signal(signal.SIGKILL)
 
     def _ended(self, ending: Ending) -> None:
@@ -161,7 +164,7 @@ class Supervisor:
             self._say(line)
         if self._verdict.code is not None and not self.stopping and not self._job.keep_going:
             told = any(how_left(self._roster, rank) is Left.OPEN for rank in self._verdict.working)
-            self._stop(signal.SIGTERM, _TOLD if told else 0.0)
+            self._stop(signal.SIGTERM, _NOTIFIED if told else 0.0)
 
     def _mpirun_ended(self, code: int) -> None:
         if not self._ranks.came:
@@ -174,7 +177,7 @@ class Supervisor:
         return f"--hosts {','.join(map(str, self._job.hosts))}"
 
     def _where(self, ranks: set[int]) -> str:
-        """Return on which hosts these ranks should be, and who says what is wrong there."""
+        """Return the hosts of these ranks, and the command that diagnoses them."""
         if not self._job.hosts:
             return ""
         names = dict.fromkeys(host_of(self._job.hosts, rank) for rank in sorted(ranks))

@@ -1,4 +1,4 @@
-"""Tracebacks of ranks that only heard of another rank's failure: on the console each is one line. No I/O."""
+"""Shortens tracebacks that follow from the failure of another rank to one line. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDED = "  … ".encode()
 _HEARD = re.compile(rb"aiodist\.errors\.(RemoteError|PeerLost|CommunicatorAborted): ")
 _FRAME = re.compile(rb'  File "(.*)", line (\d+), in (.*)')
 _CHAINED = (b" exception occurred:", b" following exception:")
-"""How the lines end between the tracebacks of two errors, of which one came from the other."""
+"""Ends of the lines between the tracebacks of chained errors."""
 _MOST_LINES = 2000
 
 
@@ -22,15 +22,15 @@ class _Open:
 
     lines: list[bytes] = field(default_factory=list)
     error: bytes | None = None
-    """The line that says what was raised, once it has come."""
+    """Line of the exception, or None before it."""
     ended: bool = False
 
 
 class Tracebacks:
-    """Hears what ranks write to standard error; says what is to be shown of it.
+    """Selects the lines to show from the error output of ranks.
 
-    The first traceback is shown whole. Of a rank that ends with a `RemoteError`, `PeerLost` or `CommunicatorAborted`
-    the launcher waits until another rank's has been shown, at most until that rank is done.
+    The first traceback is shown completely. A traceback that ends with a `RemoteError`, `PeerLost` or
+    `CommunicatorAborted` waits for that of another rank, at most until its own rank has finished.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class Tracebacks:
         self._open: dict[int, _Open] = {}
 
     def interrupted(self) -> None:
-        """Show lines alone of ranks that hear of one that the launcher interrupts: the launcher's own line is first."""
+        """Shorten all such tracebacks, since the launcher prints the interrupt itself."""
         self._shown = True
 
     def feed(self, rank: int, text: bytes, prefix: bytes) -> bytes:
-        """Return what to show of whole lines, each with `prefix`, which `rank` wrote."""
+        """Return the lines to show from whole lines of `rank`, each with `prefix`."""
         return b"".join(self._line(rank, line, prefix) for line in text.splitlines(keepends=True))
 
     def finish(self, rank: int, prefix: bytes) -> bytes:
-        """Return what is left to show of `rank`, which is done."""
+        """Return the remaining lines to show of a finished `rank`."""
         known = self._open.pop(rank, None)
         if known is None:
             return b""

@@ -1,23 +1,22 @@
-"""Which rank failed, and what the job's exit code is: no process, no socket, no clock of its own.
+"""The failed ranks and the exit code of a job, without I/O and without a clock.
 
 The rules:
 
-1. A rank that ends with a non-zero code or by a signal, unasked, is a cause and is named at once. The first
-   cause gives the job's exit code; signal n gives 128 + n.
-2. Where the control channel knows of an earlier failure of another rank, that rank is the cause, and this one
-   a consequence: it is waited for, at most `HOLD` seconds.
-3. A rank that ends with code 0 after it said goodbye to the control channel is done, and the others may go on.
-   One that left the channel without a goodbye is a failure while others still work; one that never joined is a
-   failure when others still work `finish_within` seconds later. The exit code is 1.
-4. What ended because the launcher or mpirun asked it to, or because its guard was killed, is no cause; if nothing
-   else explains the end of the job, mpirun's own exit code or that rank is named after all.
-5. After the first cause a rank is named too if it was not asked to stop and did not merely leave with code 1,
-   as one does whose peers are lost.
-6. Where the others are to keep going, none is a consequence: each that fails is named at once, and the first gives
-   the code.
-7. In an elastic job that has begun, none is a consequence either, and none a cause: each that fails is named at once.
-   The job is over when fewer ranks have not failed than it needs; then all that failed are named again, and the first
-   of them gives the code. Else the code is 0.
+1. A rank is a cause if it ends with a non-zero code or by a signal, without a request to stop. It is named without a
+   wait. The first cause gives the job's exit code; signal n gives 128 + n.
+2. If the control channel has an earlier failure of another rank, that rank is the cause, and this one a consequence.
+   The verdict waits for the cause, at most `HOLD` seconds.
+3. A rank that ends with code 0 after a goodbye to the control channel has finished, and the others may continue. A rank
+   that left the channel without a goodbye is a failure while others still work. A rank that never joined is a failure
+   if others still work `finish_within` seconds later. The exit code is 1.
+4. A rank that ended after a request of the launcher or mpirun, or after a kill of its guard, is no cause. If there is
+   no other reason for the end of the job, mpirun's exit code or that rank is named.
+5. After the first cause, a further rank is named if it was not asked to stop, unless it left with code 1, as a rank
+   does after the loss of a peer.
+6. With `keep_going`, no rank is a consequence: each failed rank is named without a wait, and the first gives the code.
+7. In an elastic job that has begun, a failed rank is named without a wait, and is neither cause nor consequence. The
+   job has failed when fewer ranks are left than it needs. Then all failed ranks are named again, and the first gives
+   the code. Otherwise the code is 0.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ _ASKED_BY_OTHERS = 1.0
 
 
 class Left(Enum):
-    """What the control channel knows of a rank."""
+    """The state of a rank at the control channel."""
 
     NEVER_JOINED = 1
     CLEAN = 2
-    OPEN = 3  # it joined and has not said goodbye
+    OPEN = 3  # joined, without a goodbye
 
 
 Known: TypeAlias = "Roster | ElasticSessions"
-"""What the hub knows of ranks: those that came, and how each left."""
+"""The ranks that joined the hub, and their exits."""
 
 
 def how_left(roster: Known, rank: int) -> Left:
-    """Return what the hub knows of a rank."""
+    """Return the state of a rank at the hub."""
     exit = roster.exits.get(rank)
     if exit is None:
         return Left.OPEN if rank in roster.joined else Left.NEVER_JOINED
@@ -61,11 +60,13 @@ def how_left(roster: Known, rank: int) -> Left:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended: its exit code, or minus the signal; `told` when it need not be its own doing."""
+    """The end of a rank."""
 
     rank: int
     code: int
+    """Exit code, or minus the signal."""
     told: bool = False
+    """True if the rank was asked to stop, or its guard was killed."""
 
     @property
     def exit_code(self) -> int:
@@ -88,7 +89,7 @@ def describe(code: int) -> str:
 
 
 class JobVerdict:
-    """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
+    """Returns lines that name failed ranks, from the ends of ranks. `code` is None before a failure."""
 
     def __init__(self, job: Job, roster: Known) -> None:
         self.code: int | None = None
@@ -96,7 +97,8 @@ class JobVerdict:
         self._job = job
         self._roster = roster
         self._servers = range(job.ranks - job.servers, job.ranks)
-        self._least = None if job.elastic is None else job.elastic[0]  # how many ranks must not have failed
+        self._least = None if job.elastic is None else job.elastic[0]
+        """Fewest ranks of an elastic job."""
         self._size = job.ranks
         self._without: dict[int, Ending] = {}
         self._named: set[int] = set()
@@ -104,27 +106,27 @@ class JobVerdict:
 
     @property
     def due(self) -> float | None:
-        """When `tick` has something to decide."""
-        return None if self._over else min((due for due, _ in self._suspects.values()), default=None)
+        """Time of the next decision of `tick`, or None."""
+        return None if self._ending else min((due for due, _ in self._suspects.values()), default=None)
 
     @property
-    def _over(self) -> bool:
-        """What comes now is the end of the job."""
+    def _ending(self) -> bool:
+        """True after the cause of the job's end."""
         return self.code is not None and not self._job.keep_going
 
     def started(self, rank: int) -> None:
-        """There is one more rank."""
+        """Add one rank."""
         self.working.add(rank)
         self._size += 1
 
     def dismissed(self, rank: int) -> list[str]:
-        """A rank that was to join is not needed; return the lines to print."""
+        """Remove a new rank that is not needed. Return the lines to print."""
         self.working.discard(rank)
         self._size -= 1
         return self._too_few() if self.code is None else []
 
     def ended(self, ending: Ending, now: float, *, elastic: bool = False) -> list[str]:
-        """Take in that a rank ended, of a job that was `elastic` by then; return the lines to print."""
+        """Take the end of a rank, of a job that has begun if `elastic`. Return the lines to print."""
         self.working.discard(ending.rank)
         if ending.code == 0:
             return self._left_early(ending, now)
@@ -134,7 +136,7 @@ class JobVerdict:
             return [self._line(ending), *self._too_few()]
         if self._job.keep_going:
             if not self.working:
-                self._suspects.clear()  # nobody is left who still worked
+                self._suspects.clear()  # no rank works any more
             return self._name(ending)
         if ending.told:
             self._suspects[ending.rank] = (now + _ASKED_BY_OTHERS, ending)
@@ -142,8 +144,8 @@ class JobVerdict:
         return self._failed(ending, now)
 
     def tick(self, now: float) -> list[str]:
-        """Judge the suspects whose time has come."""
-        if self._over:
+        """Decide on suspects after their wait. Return the lines to print."""
+        if self._ending:
             return []
         lines: list[str] = []
         for rank, (due, ending) in list(self._suspects.items()):
@@ -162,7 +164,7 @@ class JobVerdict:
         return lines
 
     def stopped_by_mpirun(self, code: int) -> list[str]:
-        """Take in that mpirun ended with `code`, when no rank can be running; return the lines to print."""
+        """Take the end of mpirun with `code`, after all its ranks. Return the lines to print."""
         suspects = [ending for _, ending in self._suspects.values() if ending.code != 0]
         if self.code is not None or not (suspects or self.working):
             return []
@@ -172,7 +174,7 @@ class JobVerdict:
         return [f"mpirun: {describe(code)} before its ranks had ended"]
 
     def _first_failure(self) -> Ending | None:
-        """Return how the first rank ended that the hub knows to have failed."""
+        """Return the end of the first rank that failed at the hub."""
         failed = (exit for exit in self._roster.exits.values() if not exit.clean)
         return next((Ending(exit.rank, exit.exitcode or 1) for exit in failed), None)
 
@@ -192,7 +194,7 @@ class JobVerdict:
         return early + self._name(ending)
 
     def _too_few(self) -> list[str]:
-        """Return the line that says that too few are left, if so."""
+        """Return the line for too few remaining ranks, if so."""
         left = self._size - len(self._without)
         if self._least is None or left >= self._least:
             return []
@@ -215,7 +217,7 @@ class JobVerdict:
         return f"{self._line(ending)}, while others still worked ({', '.join(map(str, sorted(others)))})"
 
     def _settle(self) -> list[str]:
-        """Nothing more will be learnt: ranks that ended with a failure are named, the first of them gives the code."""
+        """Name the ranks that ended with a failure, without further waits. The first gives the code."""
         if self.code is not None:
             return []
         failed = [ending for _, ending in self._suspects.values() if ending.code != 0]

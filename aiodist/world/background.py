@@ -97,12 +97,12 @@ def start(  # noqa: PLR0913 - one for each option
 
 
 class LoopThread:
-    """A block on an event loop in a thread of its own; it is left when the program ends at the latest.
+    """A block on an event loop in a thread of its own. The end of the program leaves the block at the latest.
 
-    Python ends a program that has not left it with the thread stopped, where nothing could wait for it any more.
+    After that Python stops the thread, and no code could wait for the end of the block.
 
-    What runs at exit holds it until it is left. So the collector of garbage, which runs in any thread, never ends the
-    generators of the block: their end waits for the loop.
+    The exit function has a reference to the block until the block is left. So the garbage collector, which runs in any
+    thread, never ends the generators of the block: their end waits for the loop.
     """
 
     def __init__(self, block: AbstractAsyncContextManager[Communicator]) -> None:
@@ -154,14 +154,14 @@ class LoopThread:
             return
         self._left = True
         parts_of(self._coll).registry.members.closed_at = self._opened_at
-        with suppress(Exception):  # the others are told, and the process has its exit code already
+        with suppress(Exception):  # the others are notified, and the exit code is known
             self._portal.call(_leave_late, self._block, self._coll)
         self._portal.call(self._portal.stop, True)
         self._thread.join()
 
 
 def _call(portal: BlockingPortal, fn: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
-    """`BlockingPortal.call`, as a wait that deadlock detection knows."""
+    """Call `BlockingPortal.call`, with a wait that the deadlock detection sees."""
     return result_of(portal.start_task_soon(fn, *args))
 
 
@@ -172,25 +172,25 @@ def _isolated_loop() -> asyncio.AbstractEventLoop:
 
 
 def _current(coll: Communicator) -> Communicator:
-    """Return the world that `coll` has become, where it is elastic."""
+    """Return the newest world of `coll`."""
     life = parts_of(coll).registry.elastic
     return coll if life is None else life.current
 
 
 async def _leave_late(block: AbstractAsyncContextManager[object], coll: Communicator) -> None:
-    """Leave `block` as the program ends: with the exception that ended it, if one did, else as the others do."""
+    """Leave `block` at the end of the program, with its exception if it raised, otherwise together with the others."""
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         try:
             world = _current(coll)
             await asyncio.wait_for(parts_of(world).registry.close(world), Limits().forgotten)
-        except Exception as late:  # noqa: BLE001  - it is told to the others
+        except Exception as late:  # noqa: BLE001  - the other ranks get it
             error = late
     await _leave(block, error)
 
 
 async def _leave(block: AbstractAsyncContextManager[object], error: BaseException | None) -> BaseException | None:
-    """Leave `block` with `error`; return what it raises: a portal ends with an exception that is no `Exception`."""
+    """Leave `block` with `error`. Return the exception that it raises, since a BaseException would end the portal."""
     try:
         await block.__aexit__(type(error) if error else None, error, error.__traceback__ if error else None)
     except BaseException as raised:  # noqa: BLE001  - the caller raises it

@@ -32,12 +32,14 @@ from aiodist.world.pinning import pinned
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """How the world is to be, as `init` was told and the environment says."""
+    """The options of the world, from `init` and the environment."""
 
     limits: Limits
     environment: Environment
-    alone: bool  # this rank has its process to itself
-    program: bool  # True: an error that ends this world ends the program, with its exit code
+    alone: bool
+    """True if this rank has a process of its own."""
+    program: bool
+    """True if an error that ends this world ends the program, with its exit code."""
     timeout: float | None = None
     report_after: float | None = REPORT_SECONDS
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None
@@ -54,7 +56,7 @@ class WorldOptions:
 
 
 class RankWorld:
-    """What one generation has open on this rank."""
+    """The open world of one generation on this rank."""
 
     def __init__(self, options: WorldOptions, place: RankPlace, registry: Registry[Communicator]) -> None:
         self.transport = place.transport
@@ -69,7 +71,7 @@ class RankWorld:
 
     @classmethod
     async def of(cls, options: WorldOptions, place: RankPlace, generation: Generation | None = None) -> RankWorld:
-        """Return the world of the ranks at `place`, for `open` to be called."""
+        """Return the world of the ranks at `place`, before `open`."""
         limits = options.limits
         near, alone, sharing = await find_neighbours(place, options.environment, limits)
         registry = Registry(
@@ -85,7 +87,7 @@ class RankWorld:
         return cls(options, place, registry)
 
     async def open(self) -> Communicator:
-        """Return the communicator over all ranks, with all that belongs to it."""
+        """Return the communicator over all ranks, after the start of its services."""
         options, channel = self._options, self.channel
         limits, environment = options.limits, options.environment
         topology = await unless_lost(channel, find_topology(self._place, environment, limits))
@@ -93,7 +95,9 @@ class RankWorld:
         watch = Watch.of(Progress.current(), channel)
         watch.report.after = options.report_after
         Deadlocks(watch, channel)
-        if world.local_size > len(os.sched_getaffinity(0)):  # to spin where others wait for the core makes all wait
+        if world.local_size > len(
+            os.sched_getaffinity(0)
+        ):  # spinning would delay other ranks
             Progress.current().crowded = True
             if (near := self.registry.resources.near) is not None:
                 near.engine.spin(0.0)
@@ -111,7 +115,7 @@ class RankWorld:
         if (options.stragglers or environment.stragglers) and world.size > 1:
             self._watch(ArrivalTimes(world, report=environment.stragglers))
         if environment.trace is not None:
-            # The launcher merges the files, also where ranks are killed.
+            # The launcher merges the files, also after a kill of ranks.
             own = environment.starter is not Starter.AIODIST
             recording = Recording(world, Path(environment.trace), own=own)
             self._watch(recording)
@@ -124,7 +128,7 @@ class RankWorld:
         self._held.callback(watching.close)
 
     async def cancel(self) -> None:
-        """The program failed: hold nothing of the process any more, such as cores, signals, a trace."""
+        """Release cores, signals and traces of the process, since the program failed."""
         self._held.close()
         self._signals.close()
 
@@ -134,10 +138,10 @@ class RankWorld:
             await watching.finish()
         self._held.close()
         await self.registry.close(self.comm)
-        self._signals.close()  # one that comes late to this rank is the one that all have stopped for
+        self._signals.close()  # a late signal is the one for which all have stopped
 
     async def abort(self, error: AiodistError) -> None:
-        """Close all there is without the others; what is pending, and every later call, raises `error`."""
+        """Close without the others. Pending operations and later calls raise `error`."""
         await self.cancel()
         await self.registry.abort(error)
         await self.registry.close_memory()

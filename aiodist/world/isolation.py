@@ -1,8 +1,8 @@
 """A task factory that gives each task torch modes of its own, swapped around each of its steps.
 
-In torch grad mode, autocast and their like belong to the thread, which all tasks of a loop share. Without this,
-`with torch.no_grad(): await …` in one task makes the task beside it build no graph, and two such blocks that overlap
-without nesting leave grad mode off for ever.
+In torch, modes such as grad mode and autocast belong to the thread, which all tasks of a loop share. Without this
+module, `with torch.no_grad(): await …` in one task disables gradients in other tasks. Two such blocks that overlap
+without nesting disable gradients until the end of the program.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aiodist.streams.modes import Modes, ModeSwitch, plain
 def isolate(loop: asyncio.AbstractEventLoop) -> None:
     """Give each task that `loop` makes from now on torch modes of its own.
 
-    A task begins with the modes of the code that made it; what runs outside tasks is left alone. A task factory that
-    is there already goes on making the tasks. Doing it again changes nothing. Costs a microsecond a step.
+    A task begins with the modes of the code that made it. Callbacks outside tasks do not change. An earlier task
+    factory continues to make the tasks. A second call is a no-op. Cost: a microsecond per step of a task.
     """
     _factory(loop).lasting = True
 

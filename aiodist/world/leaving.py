@@ -34,11 +34,9 @@ _watchers: list[threading.Thread] = []
 
 @contextmanager
 def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
-    """In this block the first SIGTERM or SIGINT of this process is `request_stop()` of the `current` world.
+    """In this block the first SIGTERM or SIGINT of this process calls `request_stop()` of the `current` world.
 
-    A second does as without it.
-
-    Raises `ConfigError` in another thread than the main one, which hears no signals.
+    A second signal has its usual effect. Raises `ConfigError` outside of the main thread, which gets all signals.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("stop_on_signal=True in another thread than the main one, which alone hears signals")
@@ -46,7 +44,7 @@ def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
 
     def restore() -> None:
         for signum, handler in before.items():
-            if signal.getsignal(signum) is heard:  # else somebody has set another since
+            if signal.getsignal(signum) is heard:  # else other code has set a handler since
                 signal.signal(signum, handler)
 
     def heard(signum: int, _frame: Any) -> None:  # noqa: ANN401
@@ -78,7 +76,7 @@ def _tell_where(current: Callable[[], Communicator], name: str) -> None:
 
 
 class End(NamedTuple):
-    """Why the block ended, as the other ranks are told."""
+    """Reason for the end of the block, as the other ranks get it."""
 
     cause: str
     traceback: str
@@ -86,7 +84,7 @@ class End(NamedTuple):
 
 
 async def the_end(error: BaseException) -> End:
-    """Return how this rank ends with `error`; what cancelled it tells more than the cancellation."""
+    """Return the end of this rank with `error`. The reason of a cancellation precedes the cancellation."""
     trace = folded(error, programs=True)
     if isinstance(error, asyncio.CancelledError):
         reason = await _what_ends_the_loop()
@@ -103,8 +101,8 @@ async def the_end(error: BaseException) -> End:
 async def _what_ends_the_loop() -> BaseException | None:
     """Return the exception that ends the loop, if one does: `sys.exit` in one task cancels the others.
 
-    `asyncio.run` cancels them, and ends the loop's generators, while it is left with that exception, so a callback of
-    the loop sees it being handled; a task does not, since each has handled exceptions of its own.
+    `asyncio.run` cancels them, and ends the loop's generators, while it handles that exception. So a callback of the
+    loop sees the exception. A task does not, since it has handled exceptions of its own.
     """
     loop = asyncio.get_running_loop()
     seen: asyncio.Future[BaseException | None] = loop.create_future()
@@ -132,7 +130,7 @@ class Kept:
     """The block of a world that `aiodist.open` keeps open, until the world is closed or the program ends."""
 
     def __init__(self, registry: Registry[Any], block: AbstractAsyncContextManager[object], seconds: float) -> None:
-        """A rank that forgets to close it leaves the others `seconds` to close theirs."""
+        """`seconds` are the time of the other ranks for their close, if this rank has forgotten its own."""
         self._registry = registry
         self._block = block
         self._seconds = seconds
@@ -147,12 +145,12 @@ class Kept:
         await self._block.__aexit__(None, None, None)
 
     def follow(self, registry: Registry[Any]) -> None:
-        """The world has a new generation, in this registry."""
+        """Continue with the registry of the next generation."""
         self._registry.kept, registry.kept = None, self
         self._registry = registry
 
     async def was_forgotten(self) -> bool:
-        """The loop is closed: return True, and warn, where the program came to its end, and no exception ended it."""
+        """Return True, and warn, if the program ended without an exception. The loop is closed."""
         self._release()
         if await _what_ends_the_loop() is not None:
             return False
@@ -168,21 +166,21 @@ class Kept:
         warnings.warn_explicit(text, RuntimeWarning, self._origin.filename, self._origin.lineno)
 
     def _at_exit(self) -> None:
-        """The process ends, and its loop was never closed: a prompt, or a notebook."""
+        """Close the world at the end of a process whose loop was never closed: a prompt, or a notebook."""
         if os.getpid() != self._process or self._registry.kept is not self:  # closed at exit: see `LoopThread`
             return
         self._warn()
         if self._loop.is_running() or self._loop.is_closed():
             self._registry.channel.fail("its program ended, and had not closed what aiodist.open() opened")
             return
-        with suppress(Exception):  # the others are told, and the process has its exit code already
+        with suppress(Exception):  # the others are notified, and the exit code is known
             self._loop.run_until_complete(asyncio.wait_for(self.aclose(), self._seconds))
 
 
 async def abort(registry: Registry[Any], channel: Channel, end: End, seconds: float, *, patient: bool) -> None:
-    """Tell the others and close what is open, in `seconds` at most; no trouble of it hides the error that led here.
+    """Notify the others and close the world, in at most `seconds`. Errors of the close are ignored.
 
-    With `patient`, let the others leave first: an mpirun kills them as soon as this process ends.
+    True for `patient` lets the others leave first: an mpirun kills them when this process ends.
     """
     registry.members.expect_abort()
     channel.fail(end.cause, end.traceback, end.exitcode)
@@ -191,20 +189,20 @@ async def abort(registry: Registry[Any], channel: Channel, end: End, seconds: fl
             await registry.abort(CommunicatorAborted(f"this rank failed: {end.cause}"))
             while patient and len(channel.exits()) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
                 await asyncio.sleep(0.02)
-            await registry.close_memory()  # others hear of it
+            await registry.close_memory()  # others are notified
             await channel.aclose()
 
 
 async def leave_in_time(code: int, seconds: float) -> None:
-    """Other threads, in native code or of the user's, may keep the process from ending: then end it, with `code`.
+    """End the process with `code` if its other threads, native ones or the user's, do not end in time.
 
-    The time runs while asyncio closes the loop, where it waits for the threads of its executor, and from the end of
-    the main thread, where Python waits for all others; not before: the program may catch the error and go on.
+    The time runs while asyncio closes the loop, since it waits for the threads of its executor, and after the end of
+    the main thread, since Python waits for all others. Before that the program may catch the error and continue.
     """
     closing = threading.Event()
 
     async def sign_of_closing() -> AsyncIterator[None]:
-        """A loop that is closed ends the asynchronous generators that nobody has ended."""
+        """Notice the close of the loop, which ends the remaining asynchronous generators."""
         try:
             yield
         finally:
@@ -228,7 +226,7 @@ async def leave_in_time(code: int, seconds: float) -> None:
                 stream.flush()
         exit_at_once(code)
 
-    # It holds `sign`, which the loop knows only weakly.
+    # The thread has a reference to `sign`; that of the loop is weak.
     watcher = OwnThread("aiodist-leave", watch, sign)
     watcher.start()
     _watchers.append(watcher)
@@ -236,10 +234,10 @@ async def leave_in_time(code: int, seconds: float) -> None:
 
 @atexit.register
 def _end_watching() -> None:
-    """The process ends by itself, and what was registered later, as worlds do, has been called.
+    """Stop the watchers at the end of the process, after the later exit functions, as those of worlds.
 
-    A thread that waits for the GIL while the interpreter is taken apart finds its own state freed when it gets that:
-    a SIGSEGV, as a rule (CPython 3.11).
+    CPython 3.11 frees the state of a thread that waits for the GIL at the end of the interpreter, which usually causes
+    a SIGSEGV.
     """
     _over.set()
     for watcher in _watchers:

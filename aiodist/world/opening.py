@@ -43,67 +43,75 @@ _BACKENDS = ("mpi", "gloo", "shm", "local")
 
 @dataclass(frozen=True)
 class Limits:
-    """How patient `init` is, in seconds."""
+    """Time limits of `init`, in seconds."""
 
-    rendezvous: float = 60.0  # until every rank has come
-    drain: float = DRAIN_SECONDS  # until what is in flight at the end of the block is over
-    abort: float = 1.5  # for giving everything up after the block raised
-    forgotten: float = 5.0  # for closing what `open` opened and nobody closed, when the program ends
-    leave: float = 2.5  # for the process to end after that, even if its other threads still run
+    rendezvous: float = 60.0
+    """Wait for all ranks."""
+    drain: float = DRAIN_SECONDS
+    """Wait for operations in flight at the end of the block."""
+    abort: float = 1.5
+    """Abort after an error of the block."""
+    forgotten: float = 5.0
+    """Close, at the end of the program, of a world of `open` that the program has not closed."""
+    leave: float = 2.5
+    """End of the process after that, even if its other threads still run."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank finds itself: who carries its data, who its news."""
+    """The transport and the control channel of a rank."""
 
     transport: Transport
     channel: Channel
-    hosts: tuple[int, ...]  # for each rank the first of its host
-    met: Met | None = None  # which ranks share memory, where that is known already
-    beside: Transport | None = None  # what carries all that is made of an elastic world over MPI
+    hosts: tuple[int, ...]
+    """First rank of the host of each rank."""
+    met: Met | None = None
+    """Ranks that share memory, if known."""
+    beside: Transport | None = None
+    """Transport of communicators that are made from an elastic world over MPI."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """Ranks that know their numbers and have a way to tell each other a few bytes: enough to find one another."""
+    """Ranks that know their numbers and can exchange a few bytes, which is enough for a rendezvous."""
 
     rank: int
     size: int
     exchange: Callable[[bytes], Awaitable[list[bytes]]]
-    """Returns what each rank said, by rank; all ranks call it equally often."""
+    """Returns the bytes of each rank, by rank. All ranks call it the same number of times."""
 
 
 class RankSeat(Protocol):
-    """The seat of a rank that is a task of one process; each `init` in a row has its own transport and channel."""
+    """The seat of a rank that is a task of one process. Each `init` in a row has its own transport and channel."""
 
     def take(self) -> RankPlace:
         """Return the place of the rank's next `init`."""
 
     @property
     def elastic(self) -> tuple[int, int] | None:
-        """How few and how many ranks there may be, where that may change."""
+        """Fewest and most ranks of an elastic job, or None."""
 
     async def first(self) -> tuple[Channel, Generation]:
-        """Return the channel to the others of the generation that this rank is started for."""
+        """Return the channel of the generation that this rank was started for."""
 
     async def next(self, generation: Generation, rank: int) -> Channel:
-        """Return the channel of a generation once it has begun; raise `PeerLost` where it never will."""
+        """Return the channel of a generation that has begun. Raises `PeerLost` if it never begins."""
 
     def place(self, channel: Channel, generation: Generation) -> RankPlace:
         """Return the place of the rank with this channel."""
 
 
 current_place: ContextVar[RankSeat | None] = ContextVar("aiodist_place", default=None)
-"""Set around each rank by `aiodist.testing.run_ranks`; None in a process of its own."""
+"""Seat of a rank of `aiodist.testing.run_ranks`, or None for a rank with a process of its own."""
 
 
 async def find_place(
     environment: Environment, asked: str | None, limits: Limits, meeting: Introduction | None = None
 ) -> RankPlace:
-    """Return this process's place among all ranks of its job. What fails half-way is closed again.
+    """Return this process's place among all ranks of its job. An error closes all that was opened.
 
-    `asked` is the backend that carries the data; None takes the one that fits how the job was started. The ranks of a
-    `meeting` are the job, with an MPI or without.
+    `asked` is the backend for the data, or None for the default of the starter. The ranks of a `meeting` are the job,
+    with an MPI or without.
     """
     backend = _backend(asked, environment)
     if backend == "local":
@@ -131,7 +139,7 @@ async def find_place(
 async def place_on(
     channel: Channel, environment: Environment, backend: str, limits: Limits, mpi: MpiTransport | None = None
 ) -> RankPlace:
-    """Return the place of a rank that has met the others; "shared" is shared memory where all can, else gloo."""
+    """Return the place of a rank that has met the others. "shared" is shared memory if all ranks can, else gloo."""
     hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
     met = None
     if channel.size > 1 and (backend == "shm" or (backend == "shared" and len(set(hosts)) == 1)):
@@ -245,7 +253,7 @@ async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _meet_over(meeting: Introduction, limits: Limits) -> Channel:
-    """Rank 0 runs the hub, on the loopback interface where all ranks have the same, and tells the others where."""
+    """Return the channel to a hub of rank 0, on the loopback interface if all ranks have the same one."""
     rank, size = meeting.rank, meeting.size
     networks = await meeting.exchange(network().encode())
     hub, told = None, ""
@@ -258,7 +266,7 @@ async def _meet_over(meeting: Introduction, limits: Limits) -> Channel:
 
 
 async def _run(program: Program[T]) -> T:
-    """Return what a program returns that no communicator issues."""
+    """Return the result of a program without a communicator."""
     progress = Progress.current()
     operation: Operation[T] = Operation(progress, "rendezvous")
 
@@ -273,7 +281,7 @@ async def _run(program: Program[T]) -> T:
 
 
 async def find_topology(place: RankPlace, environment: Environment, limits: Limits) -> Topology:
-    """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
+    """Exchange the hosts of all ranks, and the CUDA devices that each rank sees."""
     devices = visible_devices(environment)
     means = means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()
     mine = [socket.gethostname(), devices, means, peers_here()]
@@ -287,7 +295,7 @@ async def find_topology(place: RankPlace, environment: Environment, limits: Limi
 
 
 async def find_neighbours(place: RankPlace, environment: Environment, limits: Limits) -> Met:
-    """Return the ranks of this host that share memory with this one, or why there are none."""
+    """Return the ranks of this host that share memory with this one, or the reason if there are none."""
     channel, transport = place.channel, place.beside or place.transport
     if transport.name == "local" or channel.size == 1:
         return Met(None, "all ranks are in one process")

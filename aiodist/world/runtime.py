@@ -35,7 +35,7 @@ __all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
 
 P = ParamSpec("P")
 _QUIET = (CommunicatorAborted, GeneratorExit, TimeoutError)
-"""Ends of a world, other than a program's, that are no failure: aborted, dropped, or not closed by the others."""
+"""Ends of a world without its program that are no failure: aborted, dropped, or not closed by the others."""
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def init(  # noqa: PLR0913 - one for each option
 
 
 class _WorldBlock(AbstractAsyncContextManager[Communicator]):
-    """What `init` returns; a program that takes it for the communicator is told what it is."""
+    """The result of `init`. Its use as a communicator raises an error with the right use."""
 
     def __init__(self, world: AbstractAsyncContextManager[Communicator]) -> None:
         self._world = world
@@ -159,7 +159,7 @@ async def opened(
     meeting: Introduction | None = None,
     **options: Any,  # noqa: ANN401  - the others of `init`
 ) -> AsyncIterator[Communicator]:
-    """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
+    """Open the world as `init` does, with the time limits `limits`, over the ranks of a `meeting`, if any."""
     given = current_place.get() if meeting is None else None
     try:
         environment = Environment.read()
@@ -182,7 +182,7 @@ async def opened(
                 if kept is None or not await kept.was_forgotten():
                     raise
                 patience = limits.forgotten
-            if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
+            if os.getpid() == process:  # else a forked child leaves the block
                 async with asyncio.timeout(patience):
                     await life.close()
         except BaseException as error:
@@ -197,7 +197,7 @@ async def opened(
 async def _life_of(
     options: WorldOptions, backend: str | None, given: RankSeat | None, meeting: Introduction | None, *, elastic: bool
 ) -> Recovery | RankWorld:
-    """Return what opens and closes the world."""
+    """Return the object that opens and closes the world."""
     if elastic:
         return await Recovery.of(WorldOpener(options, backend, given))
     if given is not None:
@@ -208,7 +208,7 @@ async def _life_of(
 
 
 async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseException) -> None:
-    """The block raised: tell the others and let go, in time."""
+    """Notify the others of an error of the block, and close the world in time."""
     limits = options.limits
     if not options.program and isinstance(error, _QUIET) and isinstance(life, RankWorld):
         await life.abort(error if isinstance(error, AiodistError) else CommunicatorAborted("the world was dropped"))
@@ -227,7 +227,7 @@ async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseEx
 
 
 def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return what gives a function the keywords of another, for editors and type checkers too."""
+    """Return a decorator that gives a function the keywords of another, also for editors and type checkers."""
 
     def same(function: Callable[..., T]) -> Callable[P, T]:
         signature = inspect.signature(other).replace(return_annotation=function.__annotations__["return"])
@@ -325,7 +325,7 @@ def run(
 
 
 def best_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes a loop of uvloop, None where that is not installed."""
+    """Return uvloop's factory of loops, or None if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:

@@ -22,19 +22,20 @@ from aiodist.handles.origin import is_ours
 
 _OTHERS = ("uvloop/", "<frozen runpy>")
 _EXPLAINED = (AiodistError, asyncio.CancelledError, TimeoutError, BaseExceptionGroup)
-"""Errors whose text says it all: nobody asks which line of ours raised them."""
+"""Errors with a complete text, for which the raising line of aiodist is not needed."""
 
 
 def fold_tracebacks() -> None:
-    """Have the interpreter print the exception that ends the program folded, unless somebody else prints those."""
+    """Fold the exception that ends the program when the interpreter prints it, unless `sys.excepthook` is set."""
     if sys.excepthook is sys.__excepthook__ and not wants_full_tracebacks():
         sys.excepthook = _print_folded
 
 
 def folded(error: BaseException, *, programs: bool = False, pointed: bool = False) -> str:
-    """Return the traceback of `error` as text, with its causes and its parts; `programs`: it is known to be one's.
+    """Return the traceback of `error` as text, with its causes and its parts.
 
-    `pointed`: keep the pointer of the outermost error to the debug page. Texts for other ranks have none.
+    True for `programs` folds also without a frame of a program. True for `pointed` includes the pointer of the
+    outermost error to the debug page, which texts for other ranks do not have.
     """
     text = traceback.TracebackException.from_exception(error)
     every = list(_every(text, error))
@@ -44,7 +45,7 @@ def folded(error: BaseException, *, programs: bool = False, pointed: bool = Fals
             pointed = False
     if wants_full_tracebacks():
         every = []
-    # Where there is no program to show, as in our own tools, nothing is folded.
+    # Without a program, as in aiodist's own tools, no frame is folded.
     if programs or any(not _is_ours(frame) for part, _ in every for frame in part.stack):
         for part, told in every:
             if isinstance(told, AttributeError):
@@ -58,8 +59,8 @@ def folded(error: BaseException, *, programs: bool = False, pointed: bool = Fals
 
 
 def _hints(error: AttributeError) -> list[str]:
-    """Return what is meant where an attribute is missing: an await, or another name, as Python says from 3.12 on."""
-    if error.obj is None:  # the message says it
+    """Return a hint for a missing attribute: an await, or another name, which Python itself adds from 3.12 on."""
+    if error.obj is None:  # the message has it
         return []
     if inspect.isawaitable(error.obj):
         return ["it is awaitable: `await` it first"]
@@ -68,9 +69,9 @@ def _hints(error: AttributeError) -> list[str]:
 
 
 def cause_in(text: str) -> str:
-    r"""Return the line of a traceback that says what was raised: the first one behind the frames. Notes come later.
+    r"""Return the exception's line of a traceback: the first line after the frames. Notes come later.
 
-    Of a group that is what its first exception says.
+    For a group it is the line of its first exception.
 
     >>> cause_in("Traceback (most recent call last):\n  File …\nValueError: no\nseen by rank 0")
     'ValueError: no'
@@ -110,7 +111,7 @@ def _show(text: str) -> None:
 
 
 def _interrupted(error: BaseException) -> str:
-    """Return where the program was, in a line: each rank of a job is interrupted."""
+    """Return the position of the program in one line, since each rank of a job is interrupted."""
     parts = _every(traceback.TracebackException.from_exception(error), error)
     frames = [frame for part, _ in parts for frame in part.stack if not _is_ours(frame)]
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
@@ -120,7 +121,7 @@ def _interrupted(error: BaseException) -> str:
 def _every(
     text: traceback.TracebackException, error: BaseException
 ) -> Iterator[tuple[traceback.TracebackException, BaseException]]:
-    """Return a traceback and those of all that it tells of, each with its exception."""
+    """Yield a traceback and those of its causes and parts, each with its exception."""
     yield text, error
     parts = zip(text.exceptions or (), getattr(error, "exceptions", ()), strict=False)
     for other, told in ((text.__cause__, error.__cause__), (text.__context__, error.__context__), *parts):
@@ -136,7 +137,7 @@ _MARK = "  … "
 
 
 class _Folded(traceback.StackSummary):
-    """Frames, of which those that are not the program's are counted when they are printed."""
+    """Frames. The printed text has the number of frames that are not the program's."""
 
     explained = False
 

@@ -43,7 +43,7 @@ JOB = Job(("train.py",), 5, hosts=HOSTS)
         ("a:0", "'0' ranks: expected a whole number of at least 1"),
         ("a:two", "'two' ranks"),
         ("a:-1", "'-1' ranks"),
-        ("a:", "expected a number of ranks behind the colon"),
+        ("a:", "expected a number of ranks after the colon"),
         ("a,,b", "expected the name of a host"),
         ("-oProxyCommand=x", "expected the name of a host"),
         ("a b", "expected the name of a host"),

@@ -73,7 +73,7 @@ def test_l5_a_module_is_one_under_any_name(here: Path) -> None:
         ("no/such", "no/such: there is no such file"),
         ("nothing", "nothing: there is no such file, and no such program in PATH; for a module say -m nothing"),
         ("a.b", "a.b: there is no such file, and no such program in PATH; for a module say -m a.b"),
-        ("python", "python: expected a script behind it"),
+        ("python", "python: expected a script after it"),
         ("pypy3.9", "pypy3.9: there is no such file, and no such program in PATH"),
         ("empty", "empty is a folder without __main__.py: expected a script, or -m and the name of a module"),
     ],

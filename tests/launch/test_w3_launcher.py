@@ -32,7 +32,7 @@ OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
         ({"elastic": (1, 1)}, "ranks <= MAX"),
         ({"timeout": float("nan")}, "--timeout nan: expected seconds, at least 0"),
         ({"kill_after": -1.0}, "--kill-after -1.0: expected seconds, at least 0"),
-        ({"keep_going": True}, "--keep-going with --elastic 1:2, whose ranks go on when one fails"),
+        ({"keep_going": True}, "--keep-going with --elastic 1:2, whose ranks continue when one fails"),
         ({"ranks": 3, "elastic": (1, 3), "servers": 1}, "--servers with --elastic 1:3: ranks get new numbers"),
     ],
 )
