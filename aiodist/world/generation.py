@@ -95,9 +95,7 @@ class RankWorld:
         watch = Watch.of(Progress.current(), channel)
         watch.report.after = options.report_after
         Deadlocks(watch, channel)
-        if world.local_size > len(
-            os.sched_getaffinity(0)
-        ):  # spinning would delay other ranks
+        if world.local_size > len(os.sched_getaffinity(0)):  # spinning would delay other ranks
             Progress.current().crowded = True
             if (near := self.registry.resources.near) is not None:
                 near.engine.spin(0.0)
