@@ -61,7 +61,7 @@ class Client:
     @property
     def busy(self) -> bool:
         """True while a request is open."""
-        return bool(self.pushes.busy or self.pulls.busy or self.programs)
+        return bool(self.programs or self.pushes.numbers() or self.pulls.numbers())
 
     def oldest(self) -> int | None:
         """Return the number of the oldest open request, or None."""

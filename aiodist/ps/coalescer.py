@@ -227,7 +227,10 @@ class Coalescer:
             peer.handled += has_requests
             self._progress.resume_polling()
             self._to_flush.add(source)
-            self._handle(source, peer, memoryview(bytearray(came[:used])))
+            try:
+                self._handle(source, peer, memoryview(bytearray(came[:used])))
+            except Exception as raised:  # noqa: BLE001  - it must not end the progress of other operations
+                self._report(source, raised)
             self.flush()
         if not self._closed:
             self._listen()  # after the answers, for which other ranks wait
@@ -248,21 +251,21 @@ class Coalescer:
             else:
                 if peer.begun:
                     body, peer.begun = memoryview(peer.begun + body), bytearray()
-                self._pass_on(source, kind, body)
+                self._handlers[kind](source, body)
 
-    def _pass_on(self, source: int, kind: int, body: memoryview) -> None:
-        try:
-            self._handlers[kind](source, body)
-        except Exception as error:  # noqa: BLE001  - it must not end the progress of other operations
-            self._progress.report(f"parameter server: an entry of rank {source} failed", error)
-            self._failed(error)
+    def _report(self, source: int, error: Exception) -> None:
+        """Report the error of a handler, after which the order of requests is lost."""
+        self._progress.report(f"parameter server: an entry of rank {source} failed", error)
+        self._failed(error)
 
     def _handle_own(self) -> None:
         self._handling_own = True
         try:
             while self._own:
                 kind, body = self._own.popleft()
-                self._pass_on(self.rank, kind, memoryview(body))
+                self._handlers[kind](self.rank, memoryview(body))
+        except Exception as error:  # noqa: BLE001  - as in `_arrived`
+            self._report(self.rank, error)
         finally:
             self._handling_own = False
         if self._to_flush:

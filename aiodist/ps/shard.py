@@ -194,7 +194,12 @@ class Shard(Block):
         pushes = [(request, action.parts[0].weight)]
         if self.readers.snapshots or not self._is_light(pushes):
             return False
-        self._finished(action.version, (request,), error_of(partial(self._compute, pushes)))
+        failure = None
+        try:
+            self._compute(pushes)
+        except Exception as error:  # noqa: BLE001  - the client gets the error
+            failure = error
+        self._finished(action.version, (request,), failure)
         return True
 
     # --- orders ------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Pushes:
 
     def push(self, operation: UserCall, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`. A small value on the host is copied now, otherwise the push owns it until the end."""
-        number = self._begin(operation, entry, value.nbytes)
+        number = self._wait(self._queue.number(), entry, operation, value.nbytes)
         fetch = None
         if not value.is_cpu:
             value, fetch = self._context.staged(value)
@@ -75,7 +75,7 @@ class Pushes:
         self, operation: UserCall, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
     ) -> None:
         """Push `nbytes` of rows of a table. `pack` returns each server's block, in order, in any thread."""
-        number = self._begin(operation, entry, nbytes)
+        number = self._wait(self._queue.number(), entry, operation, nbytes)
         self._encode(number, entry, nbytes, lambda: ([(block, False) for block in pack()], 1.0), rule)
 
     def _encode(
@@ -143,7 +143,7 @@ class Pushes:
 
     def again(self, entry: NameEntry, push: LoggedPush, blocks: Sequence[Tensor]) -> None:
         """Repeat a push that may not have counted. The next sync raises its error."""
-        self._wait(push.number, entry, Reported(self._note_late))
+        self._wait(push.number, entry, Reported(self._note_late), None)
         plain = [(block, False) for block in blocks]
         _, entries, _ = self._made(push.number, entry, plain, push.rule, push.alpha)
         self._queue.issue(self._queue.put, entries)
@@ -151,16 +151,11 @@ class Pushes:
     def _note_late(self, error: BaseException | None) -> None:
         self._late_error = self._late_error or error
 
-    def _begin(self, operation: UserCall, entry: NameEntry, nbytes: int) -> int:
-        """Number a push, which waits for the servers of `entry`."""
-        number = self._queue.number()
-        self._wait(number, entry, operation)
-        counts = self._context.counts
-        counts["pushes"] += 1
-        counts["push_bytes"] += nbytes
-        return number
-
-    def _wait(self, number: int, entry: NameEntry, operation: Ends) -> None:
+    def _wait(self, number: int, entry: NameEntry, operation: Ends, nbytes: int | None) -> int:
+        """Let a push wait for the servers of `entry`, and return its number. A repeated push has no `nbytes`."""
+        if nbytes is not None:
+            self._context.counts["pushes"] += 1
+            self._context.counts["push_bytes"] += nbytes
         ranks = [span.rank for span in entry.spans]
         accepting = set(ranks) if self._context.policy.accepts else None
         self._parts[number] = PushPart(operation, entry, set(ranks), accepting)
@@ -168,6 +163,7 @@ class Pushes:
         self._line.append(number)  # in this order: a number that is only in the line has ended
         entry.open.add(number)
         self._last = number
+        return number
 
     def _entry(
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, coded: bool
@@ -247,11 +243,6 @@ class Pushes:
             self._check_syncs()
 
     # --- waits -----------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """True while a push is not applied."""
-        return bool(self._parts)
 
     def numbers(self) -> list[int]:
         """Return the numbers of the open requests (any thread)."""
@@ -417,11 +408,6 @@ class Pulls:
         part.entry.part_over(number)
 
     # --- waits, and the end ------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """True while a pull waits."""
-        return bool(self._parts)
 
     def numbers(self) -> list[int]:
         """Return the numbers of the open requests (any thread)."""
