@@ -1,21 +1,19 @@
-"""Our proofs: training, jobs and a parameter server against torch's DDP and RPC, a GPU, and simulated machines.
+"""Benchmarks that compare aiodist with torch's DDP and RPC, mpi4py and gloo, and a simulator of large machines.
 
 `python -m benchmarks NAME`, in the root of the repository; `aiodist bench` measures single operations.
 
-suite        what takes the options of `aiodist bench`, by name
-targets      the speeds to reach
-collectives  ordinary and arena tensors beside MPI, gloo and shm_c, DeepSpeed's allreduce rebuilt in C
-training     a step beside DDP and beside no communication; models: what is trained; threads: the CPU of each
-checkpointing  a checkpoint beside steps
-prefetching  an epoch whose loader is as slow as its step
-reading      records from a file on disk, beside plain reads of it
-endtoend     a whole job beside the same with DDP: jobs, jobs_aiodist, jobs_ddp
+suite        the benchmarks with the options of `aiodist bench`, by name
+targets, await_targets  their targets; verdicts: the table of figures and targets
+training     a training step, DDP, and a loop without communication; models; threads: the CPU time of each
+checkpointing  a checkpoint during training steps
+prefetching  an epoch with a loader as slow as its step
+reading      records from a file on disk, and plain reads
 ps           pushes and pulls, small pushes a second
 ps_ways      our parameter server, torch's RPC, plain Send and Recv, with the same calls
-ps_serving   what it costs a training step that its rank also serves
-ps_saving    a checkpoint of a server while pushes go on; a program for `aiodist run`
-ps_rows      rows of a table beside a plain tensor; a program for `aiodist run`
-ps_convergence  what training clients find when they talk to the server seldom
+ps_serving   the cost of serving for a training step on the same rank
+ps_saving    a checkpoint of a server during pushes; a program for `aiodist run`
+ps_rows      rows of a table, and a plain tensor; a program for `aiodist run`
+ps_convergence  training with rare exchanges with the server
 gpu          the cases on a CUDA device and their targets, each a job of ranks; gpu_turns: what the cases share;
              gpu_waits, gpu_reductions, gpu_training: the cases
 scale        collectives on large machines, simulated: scale_model, loggp

@@ -121,9 +121,9 @@ def _collectives(records: Sequence[Record]) -> list[Verdict]:
     for op in ("allreduce", "broadcast", "reduce_scatter", "allgather"):
         here = [record for record in records if record.op == op]
         blocking = f"mpi4py:{op}"
-        for ours, theirs in (("aiodist:auto", blocking), ("aiodist:auto", "shm-c"), ("aiodist:arena", blocking)):
+        for ours, theirs in (("aiodist:auto", blocking), ("aiodist:arena", blocking)):
             for mine, peer in _pairs(here, ours, theirs):
-                target = _quickness(mine, theirs)
+                target = _quickness(mine)
                 if target is not None:
                     what = f"{op} {size_text(mine.nbytes)} {ours} against {theirs}, {mine.ranks} ranks"
                     quick = ratio(peer.seconds, mine.seconds)
@@ -148,7 +148,7 @@ _ARENA_FOUR_RANKS = {64 << 10: 2.0, 64 << 20: 5.0}
 """Of an allreduce on 2 cores."""
 
 
-def _quickness(mine: Record, theirs: str) -> float | None:
+def _quickness(mine: Record) -> float | None:
     """Return how many times as quick as a peer ours is to be, None where nothing was asked."""
     nbytes = mine.nbytes or 0
     if mine.impl == "aiodist:arena" and (mine.op, mine.ranks) == ("allreduce", 4):
@@ -159,7 +159,7 @@ def _quickness(mine: Record, theirs: str) -> float | None:
         return _ARENA_OTHERS.get((mine.op, nbytes)) if mine.impl == "aiodist:arena" else None
     if mine.impl == "aiodist:arena":
         return 4.0
-    return 1.0 if theirs == "shm-c" or nbytes < 4 << 20 else 1.5
+    return 1.0 if nbytes < 4 << 20 else 1.5
 
 
 def ratio(ours: float | None, theirs: float | None) -> float:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 
-from aiodist.bench.plan import PEERS, Benchmark, Plan, parse_names
+from aiodist.bench.plan import Benchmark, Plan, parse_names
 from aiodist.errors import ConfigError
 
-__all__ = ["BENCHMARKS", "JOBS", "MODELS", "batches", "models", "servers"]
+__all__ = ["BENCHMARKS", "MODELS", "batches", "models", "servers"]
 
 MODELS = {"mlp": (32, 256), "conv": (32,), "transformer": (4, 32), "tiny1000": (1,)}
 """What is trained, and the batches of one rank for which there are speeds to reach."""
-JOBS = ("digits", "transformer")
-"""What is trained from end to end, with loader, evaluation and checkpoints."""
+_SIZES = tuple((64 << 10) * 4**power for power in range(6))  # 64 KiB to 64 MiB
 _TARGETS = "benchmarks.targets"
 _OF_AWAITS = "benchmarks.await_targets"
 
 
 def models(plan: Plan) -> tuple[str, ...]:
     """Return what is to be trained."""
-    known = {"train": tuple(MODELS), "engine": tuple(MODELS), "end2end": JOBS}.get(plan.op, ())
+    known = tuple(MODELS) if plan.op in ("train", "engine") else ()
     given = plan.own.get("model")
     if given is None:
         return known
@@ -65,8 +64,7 @@ def _check(plan: Plan) -> None:
 BENCHMARKS = {
     **{
         op: Benchmark(
-            "benchmarks.collectives",
-            peers=(*PEERS, "shm-c") if op == "allreduce" else PEERS,
+            sizes=_SIZES,
             default_impls=("auto", "arena"),
             check=_check,
             targets=_OF_AWAITS,
@@ -124,15 +122,6 @@ BENCHMARKS = {
         impls=("save",),
         peers=(),
         default_impls=("save",),
-        sized=False,
-        check=_check,
-        targets=_TARGETS,
-    ),
-    "end2end": Benchmark(
-        "benchmarks.endtoend",
-        impls=("datapar",),
-        peers=("ddp",),
-        default_impls=("datapar",),
         sized=False,
         check=_check,
         targets=_TARGETS,

@@ -29,7 +29,6 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
         *_engine(found),
         *_lags(found),
         *_epochs(found),
-        *_jobs(found),
         *_served(found),
         *_codecs(found),
         *_readings(found),
@@ -110,26 +109,6 @@ def _epochs(records: Sequence[Record]) -> list[Verdict]:
             slower = max(seconds["loader"] or 0.0, seconds["step"] or 0.0)
             what = f"{op} / the slower of loader and step"
             lines.append(Verdict(what, ratio(seconds["aiodist:prefetch"], slower), "x", 1.1))
-    return lines
-
-
-def _jobs(records: Sequence[Record]) -> list[Verdict]:
-    """Samples per second, accuracy, and lines of user code, against the job written with DDP.
-
-    With loader processes or without, whichever is the better.
-    """
-    lines = []
-    for mine in records:
-        values = [r.value for r in records if r.op == mine.op and r.impl in ("ddp", "ddp:0") and r.value is not None]
-        theirs = max(values, default=None)
-        if mine.impl != "aiodist:datapar" or mine.value is None or theirs is None:
-            continue
-        if mine.op == "end2end:lines":
-            lines.append(Verdict("end2end: lines of code / ddp", mine.value / theirs, "x", 1.0))
-        elif mine.op.endswith(":accuracy"):
-            lines.append(Verdict(f"{mine.op} - ddp", mine.value - theirs, "", -0.01, at_least=True))
-        elif mine.op.startswith("end2end:"):
-            lines.append(Verdict(f"{mine.op}, samples/s / ddp", mine.value / theirs, "x", 1.1, at_least=True))
     return lines
 
 

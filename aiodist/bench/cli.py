@@ -110,7 +110,7 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
         peers=()
         if options.against == "none" and "none" not in benchmark.peers
         else _chosen("--against", options.against, benchmark.peers, benchmark.peers, with_mpi=with_mpi),
-        sizes=None if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
+        sizes=benchmark.sizes if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
         module=benchmark.module,
         targets=benchmark.targets,
         dtype=options.dtype,

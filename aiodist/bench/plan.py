@@ -94,6 +94,8 @@ class Benchmark:
     peers: tuple[str, ...] = PEERS
     """What `--against` may name, and what is measured without it."""
     default_impls: tuple[str, ...] = ("auto",)
+    sizes: tuple[int, ...] | None = None
+    """Default sizes in bytes; None: the module's."""
     sized: bool = True
     """It has sizes in bytes; else neither `--sizes` nor `--plot` is for it."""
     check: Callable[[Plan], None] = lambda plan: None

@@ -1,4 +1,4 @@
-"""`bench train`, `prefetch` and `end2end`: what is asked, what is measured, what the figures are held against."""
+"""`bench train` and `prefetch`: options, records, and targets."""
 
 import asyncio
 import importlib
@@ -20,7 +20,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import coding, endtoend, engine_steps, jobs, models, prefetching, reading, threads, training
+from benchmarks import coding, engine_steps, models, prefetching, reading, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
 from tests.bench.written import loads
@@ -56,7 +56,6 @@ def test_n3_plan_travels() -> None:
     [
         (["nosuch"], "python -m benchmarks: nosuch: expected one of allreduce, "),
         (["train", "--model", "gpt"], "--model gpt: expected some of mlp"),
-        (["end2end", "--model", "mlp"], "--model mlp: expected some of digits"),
         (["ps", "--model", "mlp"], "--model: ps trains nothing"),
         (["train", "--batch", "0"], "--batch '0': expected how many samples"),
         (["prefetch", "--batch", "4"], "--batch: prefetch has none"),
@@ -103,19 +102,6 @@ def test_n3_gradients_of_tiny_parameters_come_one_by_one() -> None:
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: came.append(index))
     model(torch.ones(1, 64)).sum().backward()
     assert came == list(range(19, -1, -1))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", jobs.JOBS)
-def test_n3_jobs_prepare_the_same_samples_each_time(name: str) -> None:
-    job = jobs.JOBS[name]()
-    assert len(job.data) > 1000
-    for index in (0, 7, len(job.data) - 1):
-        assert all(torch.equal(a, b) for a, b in zip(job.data[index], job.data[index], strict=True))
-    x, y = torch.utils.data.default_collate([job.data[index] for index in range(4)])
-    job.loss(job.build(), x, y).backward()
-    shares = [job.correct(job.build(), rank, 2) for rank in range(2)]
-    assert sum(shares) == job.correct(job.build(), 0, 1) <= job.answers
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------
@@ -377,32 +363,3 @@ def test_n3_epochs_are_held_against_the_slower_of_loader_and_step() -> None:
     assert (round(verdict.value, 3), verdict.target, verdict.reached) == (1.05, 1.1, True)
     assert verdicts(epochs("prefetch:cpu", 2)) == []  # two cores cannot do the work of four
     assert len(verdicts(epochs("prefetch:cpu", 1))) == 1
-
-
-def test_n3_jobs_are_held_against_ddp() -> None:
-    def both(op: str, ours: float, ddp: float, seconds: float | None = None) -> list[Record]:
-        return [
-            Record(op, "aiodist:datapar", 2, seconds=seconds, value=ours),
-            Record(op, "ddp", 2, seconds=seconds, value=ddp),
-        ]
-
-    records = [
-        *both("end2end:digits", 1200.0, 1000.0, 3.0),
-        *both("end2end:transformer", 1200.0, 1000.0, 3.0),
-        Record("end2end:transformer", "ddp:0", 2, seconds=2.7, value=1100.0),
-        *both("end2end:digits:accuracy", 0.95, 0.98),
-        *both("end2end:lines", 50.0, 60.0),
-    ]
-    assert [(verdict.what, verdict.reached) for verdict in verdicts(records)] == [
-        ("end2end:digits, samples/s / ddp", True),
-        ("end2end:transformer, samples/s / ddp", False),
-        ("end2end:digits:accuracy - ddp", False),
-        ("end2end: lines of code / ddp", True),
-    ]
-
-
-def test_n3_lines_of_code(tmp_path: Path) -> None:
-    file = tmp_path / "program.py"
-    code = 'x = (\n    1,\n)\n\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
-    file.write_text('"""Doc,\nof two lines."""\n\n# comment\n' + code)
-    assert endtoend.lines_of_code(file) == 6
