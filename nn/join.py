@@ -18,6 +18,7 @@ from aiodist.nn.layout import named_state
 from aiodist.nn.steps import StepSettings
 from aiodist.nn.synchronize import share_state
 from aiodist.types import Stateful
+from aiodist.world.agree import agree
 
 
 @asynccontextmanager
@@ -84,7 +85,7 @@ async def _share_longest(
     """
     kinds = [type(each).__name__ for each in settings]
     made = binding.reducer.steps.made
-    of_ranks = await binding.coll.allgather_object((passes, made, len(optimizers), kinds))
+    of_ranks = await agree(binding.coll, "net.join()", (passes, made, len(optimizers), kinds))
     counts = [count for count, *_ in of_ranks]
     if len(set(counts)) == 1:
         return made

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and whether all ranks hold the same ones.
+"""How tensors lie in memory, and texts by which ranks compare their tensors.
 
 What travels is flat memory. A dense tensor is that already, with its dimensions in any order (channels_last,
 transposed), so it is sent where it lies; the ranks must then have the same order, which is compared with names,
@@ -7,10 +7,9 @@ shapes and dtypes.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -20,15 +19,9 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from aiodist.backends.base import dtype_name
-from aiodist.communicator import Communicator
-from aiodist.control import sides
-from aiodist.errors import MismatchError
 
 WHOLE_BYTES = 1 << 16
 """From here on a tensor travels from where it lies; smaller ones are copied together, to save messages."""
-
-_SHOWN = 4  # names of tensors in an error
-_DIGEST_BITS = (1 << 62) - 1
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -202,12 +195,6 @@ def describe_order(name: str, t: Tensor) -> str:
     return f"{name} with dimensions {order} from outermost to innermost"
 
 
-def digest(lines: Iterable[str]) -> int:
-    """Return a number of 62 bits that stands for `lines`, the same in every process."""
-    text = "\n".join(lines).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & _DIGEST_BITS
-
-
 def check_memory(named: Named) -> None:
     """Raise ValueError for the first tensor that has no memory yet: a lazy one, or one on the meta device."""
     for name, t in named:
@@ -217,53 +204,11 @@ def check_memory(named: Named) -> None:
             raise ValueError(f"{name!r} lives on the meta device: give it memory first, see torch.nn.Module.to_empty")
 
 
-# --- on all ranks ----------------------------------------------------------------------------------------------------
+def structure(named: Named, *, any_order: bool = False) -> dict[str, list[str]]:
+    """Return the names, shapes, dtypes and memory orders of tensors, as text that ranks compare.
 
-
-async def check_same_structure(named: Named, coll: Communicator, *also: str, any_order: bool = False) -> None:
-    """Return once every rank has brought the same names, shapes and dtypes, in the same order in memory.
-
-    Collective. With `any_order` tensors may lie in memory in another order on each rank. `also` are lines of what else
-    must agree. Raises `ValueError` before anything is sent where a tensor has no memory yet; else as `agree`.
+    `any_order` omits the memory orders. Raises ValueError for a tensor without memory.
     """
     check_memory(named)
-    orders = () if any_order else [describe_order(name, t) for name, t in named]
-    await agree([*also, *(describe(name, t) for name, t in named)], coll, orders)
-
-
-async def agree(lines: Sequence[str], coll: Communicator, then: Sequence[str] = ()) -> None:
-    """Raise where the ranks did not bring the same `lines`, and `then` more.
-
-    Collective. The `MismatchError` is raised on every rank; it names the first line that differs, with the ranks that
-    have the one or the other. Only digests travel unless there is a difference: an allreduce of 16 bytes.
-    """
-    mine = digest([*lines, *then])
-    with torch.inference_mode(False):  # the thread that reduces it may be in another mode
-        both = torch.tensor([mine, -mine], dtype=torch.int64, device="cpu")
-    await coll.allreduce(both, "max")
-    highest, lowest = both.tolist()
-    if highest != -lowest:
-        by_rank = await coll.allgather_object((list(lines), list(then)))
-        firsts, thens = zip(*by_rank, strict=True)
-        differ = firsts if any(first != firsts[0] for first in firsts) else thens
-        raise MismatchError(_first_difference(differ), rank=coll.rank, comm=coll.name)
-
-
-def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
-    """Return a sentence about the first line that is not the same for all ranks.
-
-    >>> _first_difference([["a float32[3]"], ["a float32[4]", "b int64[]"], ["a float32[3]"]])
-    'ranks disagree: ranks 0, 2: a float32[3]; rank 1: a float32[4]'
-    """
-    for number, lines in enumerate(zip_longest(*by_rank)):
-        if None in lines:
-            return f"ranks disagree: {sides([_rest(lines[number:]) for lines in by_rank])}"
-        if len(set(lines)) > 1:
-            return f"ranks disagree: {sides(lines)}"
-    return "ranks disagree, but not in what they describe"  # their digests did: another version of aiodist
-
-
-def _rest(lines: Sequence[str]) -> str:
-    """Return the lines that other ranks lack, the first few by name."""
-    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return f"{', '.join(lines[:_SHOWN])}{more}" if lines else "nothing more"
+    orders = [] if any_order else [describe_order(name, t) for name, t in named]
+    return {"tensors": [describe(name, t) for name, t in named], "orders": orders}

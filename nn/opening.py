@@ -20,12 +20,13 @@ from aiodist.nn.compression import Compression, Compressor, checked_compression
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.joiners import JoinedState, check_kinds
-from aiodist.nn.layout import Named, check_same_structure, named_state
+from aiodist.nn.layout import Named, named_state, structure
 from aiodist.nn.per_rank import Shared
 from aiodist.nn.reducer import Reducer
 from aiodist.nn.synchronize import share_state
 from aiodist.streams import HostStream
 from aiodist.types import Stateful, SumOrMean, settings_text, sum_or_mean
+from aiodist.world.agree import agree
 
 SIZES = Sizes(4 << 20, 1 << 20)
 """Default sizes of buckets."""
@@ -54,18 +55,20 @@ class Arguments:
         compression = None if compress is None else checked_compression(compress, shared.named_parameters())
         return cls(shared, sum_or_mean(op), sizes, compression)
 
-    def lines(self, named: Named) -> list[str]:
-        """Return the lines that ranks compare in addition to names, shapes and dtypes."""
+    def described(self, named: Named) -> dict[str, object]:
+        """Return the values that ranks compare."""
         rows = row_parameters(self.shared.module)
         frozen = ", ".join(name for name, p in self.shared.named_parameters() if not p.requires_grad)
         sparse = ", ".join(name for name, p in self.shared.named_parameters() if p in rows)
-        return [
-            placement(named),
-            f"op={self.op!r}, compress={settings_text(self.compression)} "
-            f"and buckets of {self.sizes.bucket} and {self.sizes.first} bytes",
-            f"frozen: {frozen or 'nothing'}",
-            f"sparse gradients: {sparse or 'none'}",
-        ]
+        return {
+            "place": placement(named),
+            "op": self.op,
+            "compress": settings_text(self.compression),
+            "bytes of buckets": [self.sizes.bucket, self.sizes.first],
+            "frozen parameters": frozen or "none",
+            "sparse gradients": sparse or "none",
+            **structure(named),
+        }
 
 
 async def open_with_others(
@@ -91,13 +94,17 @@ async def open_with_others(
     try:
         comms.append(side := await duplicate(data))
         comms.append(status := await duplicate(data))
-        named = named_state(shared)
-        lines = [*arguments.lines(named), f"state: {', '.join(kinds) or 'none'}"]
-        await check_same_structure(named, data, *lines)
+        fact = made, joined.known_kinds, _place_of(shared, coll)
+        same = {"states": ", ".join(kinds) or "none", **arguments.described(named_state(shared))}
+        told = await agree(data, f"net {data.name!r}", fact, same=same)
+        _check_apart([place for *_, place in told])
         if arguments.compression is not None:
             hook = Compressor(arguments.compression, data, arguments.op, shared.named_parameters())
             await hook.open()
-        furthest = await _share_furthest(data, shared, state, joined, made)
+        if parts_of(coll).registry.elastic is not None:
+            state = (*state, joined)
+            check_kinds([kinds for _, kinds, _ in told])
+        furthest = await _share_furthest(data, shared, state, [steps for steps, *_ in told])
         # Nothing suspends from the write of the state to `admit`.
         reducer = Reducer(data, status, shared, op=arguments.op, sizes=arguments.sizes, hook=hook)
     except BaseException as error:
@@ -112,15 +119,12 @@ async def open_with_others(
 
 
 async def _share_furthest(
-    coll: Communicator, shared: Shared, state: Sequence[Stateful], joined: JoinedState, made: int | None
+    coll: Communicator, shared: Shared, state: Sequence[Stateful], steps: Sequence[int | None]
 ) -> int:
-    """Give all ranks the state of the first rank that has made most steps, and return that number."""
-    told = await coll.allgather_object((made, joined.known_kinds, _place_of(shared, coll)))
-    _check_apart([place for *_, place in told])
-    if parts_of(coll).registry.elastic is not None:
-        state = (*state, joined)
-        check_kinds([kinds for _, kinds, _ in told])
-    steps: list[int | None] = [count for count, *_ in told]
+    """Give all ranks the state of the first rank that has made most `steps`, and return that number.
+
+    A rank that has no sound state has None for its steps.
+    """
     most = max((count for count in steps if count is not None), default=None)
     if most is None:
         raise RuntimeError("the optimizer of each rank has raised within its step: load the last checkpoint first")

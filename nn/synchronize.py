@@ -25,18 +25,18 @@ from aiodist.nn.layout import (
     HasState,
     Named,
     Parcel,
-    agree,
     check_memory,
-    check_same_structure,
     describe,
     describe_order,
     flat_view,
     named_state,
+    structure,
     write_each,
 )
 from aiodist.nn.module_like import ModuleLike
 from aiodist.streams import Modes
 from aiodist.types import Stateful, SumOrMean, sum_or_mean
+from aiodist.world.agree import agree
 
 _CHUNK = 1 << 20  # elements that are widened to float64 at a time
 
@@ -77,7 +77,7 @@ async def synchronize_parameters(
     Cancelling the await does not stop a transfer; before the transfer has begun it aborts `coll`, because the other
     ranks would wait.
 
-    Cost: an allreduce of 16 bytes, then one broadcast of all tensors, or an allreduce for a mean. Contiguous tensors of
+    Cost: an allgather of 80 bytes, then one broadcast of all tensors, or an allreduce for a mean. Contiguous tensors of
     64 KiB and more are not copied.
 
     """
@@ -85,7 +85,8 @@ async def synchronize_parameters(
     named = named_state(module, buffers=buffers)
     check_dense("tensor", named)
     with _heard(coll, "synchronize_parameters"):
-        await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
+        same = {"how": how, "root": root, **structure(named, any_order=True)}
+        await agree(coll, "synchronize_parameters", same=same)
         shared = share([t for _, t in named], coll, how, root)
     await shared
 
@@ -302,7 +303,7 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
 
     Cancelling the await before the figures are sent aborts `coll`.
 
-    Cost: an allreduce of 16 bytes, an allgather of 16 bytes for each entry, and two passes over the data, in a thread.
+    Cost: an allgather of 80 bytes, one of 16 bytes for each entry, and two passes over the data, in a thread.
 
     """
     if not 0 <= rtol < 1:
@@ -314,7 +315,7 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
         for name, x in entries
     ]
     with _heard(coll, "assert_synchronized"):
-        await agree([*kinds, f"rtol {rtol}"], coll)
+        await agree(coll, "assert_synchronized", same={"entries": kinds, "rtol": rtol})
         mine = await asyncio.to_thread(_figures, Modes.capture(), entries)
         figures_of_all = coll.allgather(mine)
     table = torch.stack(await figures_of_all)  # (size, entries, 2)

@@ -109,7 +109,9 @@ async def test_n3_cuda_ranks_must_have_the_same_on_devices(coll: Communicator, s
     module = Trial.Mlp()
     if coll.rank:
         module[2].to("cuda")
-    with pytest.raises(MismatchError, match=r"rank 0: .*all on the CPU.*; rank 1: .*module: 2\.weight, 2\.bias"):
+    with pytest.raises(
+        MismatchError, match=r"place of net .*: rank 0: all on the CPU; rank 1: .*module: 2\.weight, 2\.bias"
+    ):
         await DataParallel.create(module, coll)
 
 

@@ -45,7 +45,7 @@ async def backward(net: DataParallel, rank: int, step: int = 0) -> None:
 
 
 async def check_told(net: DataParallel, rank: int, made: tuple[int, int]) -> None:
-    said = [f"{count} step{'s' * (count != 1)} made on rank {rank}" for rank, count in enumerate(made)]
+    said = [f"rank {rank}: {count} step{'s' * (count != 1)} made" for rank, count in enumerate(made)]
     with pytest.raises(aiodist.MismatchError, match="; ".join(said)):
         await backward(net, rank)
 

@@ -114,6 +114,8 @@ async def test_n3_a_step_beside_a_pass_that_goes_on(coll: Communicator) -> None:
     module = Trial.Mlp()
     net = await DataParallel.create(module, coll, **Trial.FEW)
     opt = SGD(net.parameters(), lr=0.1)
+    await net.backward(Trial.loss(net, coll.rank, 0))  # the first reduction takes longer, and all may end together
+    net.zero_grad()
     async for _ in net.backward_iter(Trial.loss(net, coll.rank, 0)):
         with pytest.raises(RuntimeError, match=NOT_REDUCED):
             opt.step()

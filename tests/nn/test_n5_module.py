@@ -143,7 +143,7 @@ async def test_n5_what_cannot_be_wrapped(coll: Communicator) -> None:
         with pytest.raises(ValueError, match=text):
             await DataParallel.create(module, coll, **options)
     differing: list[tuple[nn.Module, str]] = [
-        (nn.Linear(6, 3 + coll.rank), r"weight float32\[3, 6\] on rank 0; weight float32\[4, 6\] on rank 1"),
+        (nn.Linear(6, 3 + coll.rank), r"rank 0: weight float32\[3, 6\]; rank 1: weight float32\[4, 6\]"),
         (nn.Linear(6, 3, bias=coll.rank == 0), "bias"),
         (nn.Linear(6, 3, dtype=(torch.float32, torch.float64)[coll.rank]), "float32.*float64"),
         (nn.ModuleDict({f"part{coll.rank}": nn.Linear(6, 3)}), "part0.*part1"),

@@ -269,7 +269,7 @@ def test_w3_what_cannot_go_on_says_what_to_do_instead() -> None:
             await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)
             with pytest.raises(ValueError, match="rebind without SGD, which made the last step"):
                 await net.rebind(coll)
-            with pytest.raises(MismatchError, match="state: SGD"):
+            with pytest.raises(MismatchError, match="disagree on states of net"):
                 await net.rebind(await coll.dup(), sgd, *([sgd] if number else []))
             await net.rebind(coll, sgd)
             await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)

@@ -69,6 +69,7 @@ PARTS = {
     "doctor.ask doctor.here doctor.hosts world.pinning",
     "the control channel, with sockets of the test": "control.link control.places frames handshake",
     "the interface that mypy compares": "elastic.rebinding",
+    "the exchange between ranks, as other packages call it": "world.agree",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls nn.buckets ps.pool threads world.isolation",
