@@ -21,7 +21,7 @@ DRAWN = (
     *("test_barrier_full_group", "test_broadcast", "test_gather", "test_irecv"),
     *("test_scatter", "test_send_recv_any_source", "test_send_recv_with_tag", "test_DistributedDataParallelCPU"),
 )
-"""Of torch's own tests: one of each kind."""
+"""One of torch's own tests of each kind."""
 
 
 FAIL: Mapping[str, str] = MappingProxyType(

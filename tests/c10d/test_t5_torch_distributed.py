@@ -73,7 +73,7 @@ def test_t5_every_way_is_compared(found: Found) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_t5_every_signature_of_torchs_process_group(nursery: str, tmp_path: Path) -> None:
-    """What the installed torch documents, called by position and by name, comes to what gloo comes to."""
+    """The signatures of the installed torch, called by position and by name, have the results of gloo."""
     for backend in ("gloo", "aiodist"):
         for code, output in started(PROGRAMS / "every_signature.py", backend, tmp_path, nursery=nursery):
             assert code == 0, output
@@ -111,11 +111,11 @@ def test_t5_the_groups_timeout_bounds_the_meeting() -> None:
     [
         ("own", "own ways agree"),
         ("layouts", "all layouts agree"),
-        ("sizes", "sizes are as they are told"),
+        ("sizes", "sizes are correct"),
         ("opposite", "both orders agree"),
         ("shared", "right or told"),
         ("arena", "in the arena"),
-        ("differ", "the difference was told"),
+        ("differ", "the mismatch was raised"),
         ("late", "the late rank was named"),
         ("debugged", "the threads were shown"),
     ],
@@ -137,7 +137,7 @@ def test_t5_a_program_that_raises_ends(nursery: str) -> None:
 def test_t5_an_end_that_raises_leaves_no_group(nursery: str) -> None:
     ends = started(PROGRAMS / "other_ways.py", "unequal", nursery=nursery)
     assert [code for code, _ in ends] == [0, 0], ends
-    assert any("the end was told: MismatchError" in output for _, output in ends)
+    assert any("the error of the end: MismatchError" in output for _, output in ends)
 
 
 @pytest.mark.processes
@@ -204,7 +204,7 @@ def test_t5_a_peer_that_is_gone_is_told_in_the_words_of_gloo(end: str, words: st
 @pytest.mark.processes
 @pytest.mark.parametrize("gone", ["0", "1", "2"])
 def test_t5_an_abort_leaves_a_message_between_two_others_alone(gone: str) -> None:
-    """What needs the rank that is gone fails meanwhile."""
+    """Operations with the lost rank fail meanwhile."""
     said = run_alone(PROGRAMS / "message_apart.py", gone)
     assert said.count("told: Connection closed by peer") == 3, said
     assert "whole" in said, said

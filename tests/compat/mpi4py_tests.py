@@ -21,11 +21,11 @@ LEFT_OUT = {
     "testReduceLocal testReduceLocalBadCount": "reductions without a communicator",
     "testPersistent testProcNullPersistent testConstructor": "persistent requests",
 }
-"""Tests of what the front leaves out, by what that is."""
+"""Tests of names that are not implemented, by the reason."""
 
 
 def main() -> None:
-    """Have the tests import the front in place of mpi4py."""
+    """Run the tests with aiodist.compat.mpi in place of mpi4py."""
     folder, *modules = sys.argv[1:]
     package = types.ModuleType("mpi4py")
     package.MPI = front  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def main() -> None:
     sys.path.insert(0, folder)
     rank = front.COMM_WORLD.rank
     loader = unittest.defaultTestLoader
-    arrays = importlib.import_module("arrayimpl")  # not those that only claim to lie on a device, nor DLPack
+    arrays = importlib.import_module("arrayimpl")  # without arrays that pretend to be on a device, and without DLPack
     arrays.ArrayBackends[:] = [kind for kind in arrays.ArrayBackends if kind.__name__ in ("ArrayArray", "ArrayNumPy")]
     front.Alloc_mem, front.Free_mem = bytearray, bool
     suite = unittest.TestSuite(loader.loadTestsFromModule(importlib.import_module(name)) for name in modules)

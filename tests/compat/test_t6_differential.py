@@ -29,7 +29,7 @@ WRONG = ("", "", "", "", "root", "op", "null", "strided", "longer")
 
 @st.composite
 def specs(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw one call; where it is wrong, in one way, and on all ranks."""
+    """Draw one call, correct, or with one mistake on all ranks."""
     call = draw(st.sampled_from((*CALLS, "Sendrecv")))
     dtype = draw(st.sampled_from(sorted(TAKES)))
     wrong = draw(st.sampled_from(WRONG))

@@ -42,7 +42,7 @@ def fold(parts: Sequence[Array]) -> Array:
 
 
 class _Runner:
-    """A lane of a rank on its way."""
+    """A running lane of a rank."""
 
     def __init__(self, rank: int, number: int, lane: Lane, buffer: Array) -> None:
         self.rank = rank
@@ -55,7 +55,7 @@ class _Runner:
 
 
 class World:
-    """Ranks with their buffers; sends are over at once (`buffered`) or when they have met their receive."""
+    """Ranks with their buffers. Sends end immediately if `buffered`, otherwise when their receive has matched."""
 
     def __init__(self, buffered: bool) -> None:
         self.buffered = buffered
@@ -238,5 +238,5 @@ def simulate() -> Simulation:
 
 @pytest.fixture(scope="session")
 def buffered() -> Simulation:
-    """Ranks whose sends are over at once, as those of short messages are."""
+    """Ranks whose sends end immediately, as those of short messages."""
     return Simulation(buffered=True)

@@ -162,7 +162,7 @@ async def test_s1_a_cancelled_close_still_drains_and_can_be_repeated() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "given up"])
 async def test_s1_errors_of_what_was_dropped_are_told_however_it_ends(how: str) -> None:
-    """Also where nobody waits for the end of the thread."""
+    """Also if no code waits for the end of the thread."""
     told: asyncio.Queue[BaseException] = asyncio.Queue()
     asyncio.get_running_loop().set_exception_handler(lambda _, said: told.put_nowait(said["exception"]))
     stream = HostStream()
@@ -208,7 +208,7 @@ async def test_s1_a_result_whose_await_ended_early_may_be_dropped() -> None:
 
 async def test_s1_close_drains_after_an_error_in_the_block() -> None:
     ran: list[int] = []
-    with pytest.raises(LookupError):  # noqa: PT012  - a block is what is tested
+    with pytest.raises(LookupError):  # noqa: PT012  - the test needs a block
         async with HostStream() as stream:
             handle = stream.submit(ran.append, 1)
             raise LookupError
@@ -318,7 +318,7 @@ async def test_s1_wait_handle_of_what_failed_or_was_withdrawn() -> None:
 
 
 async def test_s1_two_streams_that_wait_for_each_other_in_turn() -> None:
-    """A ring of waits cannot close: one can only wait for what was submitted before."""
+    """The waits form no cycle, since a stream can only wait for earlier work."""
     order: list[int] = []
     async with HostStream("a") as a, HostStream("b") as b:
         previous: Handle[Any] | None = None

@@ -148,7 +148,7 @@ async def test_s2_events_are_reused_and_asked_about_in_order(simulated_cuda: Sim
     stream = CudaStream.of("compute")
     for _ in range(20):
         await gather(*[stream.record() for _ in range(50)])
-    assert 0 < len(events.free[0]) <= 50  # fewer where some were over before others were issued
+    assert 0 < len(events.free[0]) <= 50  # fewer if some completed before others were issued
     assert len(events) == 0
 
 
@@ -191,7 +191,10 @@ async def test_s2_the_result_of_submit_is_not_reused_while_the_caller_reads_it(s
     assert not simulated_cuda.hazards
 
 
-BUSY: list[Callable[[], AbstractContextManager[Any]]] = [nullcontext, lambda: transport_lock]  # somebody else has it
+BUSY: list[Callable[[], AbstractContextManager[Any]]] = [
+    nullcontext,
+    lambda: transport_lock,
+]  # a lock of another thread
 
 
 @pytest.mark.parametrize("lock", BUSY, ids=["free", "taken"])
@@ -259,7 +262,7 @@ async def test_s2_what_a_submitted_function_holds_is_kept(simulated_cuda: Simula
     with simulated_cuda.paused(stream.stream):
         doubled = stream.submit(lambda x=x: torch.mul(x, 2))  # type: ignore[misc]
         del x
-        torch.cuda.default_stream().synchronize()  # the memory would be somebody else's now
+        torch.cuda.default_stream().synchronize()  # other code could reuse the memory now
     assert (await doubled).eq(4).all()
 
 

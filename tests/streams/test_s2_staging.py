@@ -38,7 +38,7 @@ def fresh(numel: int, kind: torch.dtype = torch.uint8) -> Tensor:
 
 
 def copied(staging: Staging, into: Tensor, t: Tensor, stream: torch.cuda.Stream) -> asyncio.Future[list[str]]:
-    """Issue the copy; the result is what was told, in order."""
+    """Issue the copy, and return the calls of its callbacks in order."""
     told: list[str] = []
     over: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
 
@@ -84,7 +84,7 @@ async def test_s2_copies_of_every_size_and_kind(simulated_cuda: SimulatedCuda, p
 
 
 def strided(shape: tuple[int, int], device: str) -> list[Tensor]:
-    """Return tensors of a shape, none of which lies in memory as it is numbered."""
+    """Return tensors of a shape whose memory has another order than their elements."""
     rows, columns = shape
     return [
         torch.zeros(columns, rows, device=device).t(),
@@ -310,7 +310,7 @@ async def test_s2_nothing_keeps_the_tensors_when_a_copy_is_over(
     torch.cuda.synchronize()
     await until_over(copied(staging, on_device, t, stream))
     del t
-    await until(lambda: freed)  # the simulated stream's thread lets go of its work just after it is over
+    await until(lambda: freed)  # the simulated stream's thread releases its work soon after the end
 
 
 @pytest.mark.usefixtures("simulated_cuda")
@@ -328,7 +328,7 @@ async def test_s2_what_is_pinned_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("simulated_cuda")
 def test_s2_buffers_keep_nothing_of_a_loop_that_has_closed() -> None:
-    """An aborted operation may hold a buffer, and what holds the operation holds the loop."""
+    """An aborted operation may hold a buffer, which must not hold the loop."""
 
     async def made() -> weakref.ref[Staging]:
         staging = Staging.of(Progress.current())

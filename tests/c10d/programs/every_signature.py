@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""One rank that calls each signature of torch's ProcessGroup: over backend argv[1], JSON of what came into argv[2].
+"""One rank that calls each signature of torch's ProcessGroup: over backend argv[1], JSON of results in argv[2].
 
 The signatures are those that the installed torch documents; each is called by position and by name.
 """
@@ -53,7 +53,7 @@ def tensor_of(call, name):
 
 
 def list_of(call, name, single):
-    """Return the list of tensors for a parameter of a call; `single`: the call has one tensor beside it."""
+    """Return the list of tensors for a parameter of a call; `single`: the call has one more tensor."""
     if call == "alltoall":
         return rooms() if name.startswith("output") else blocks()
     if call == "scatter" and single:

@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""One rank that trains and communicates in every way of torch: over backend argv[1], JSON of what came into argv[2].
+"""One rank that trains and communicates in every way of torch: over backend argv[1], results in argv[2].
 
 On the CPU, or on device argv[3]; weights and data come from the CPU's generator on either.
 """
@@ -54,7 +54,7 @@ def case(function):
 
 
 def made(seed):
-    """Have a model made with the CPU's generator, wherever it goes then."""
+    """Make a model with the CPU's generator, for any device."""
 
     def wrap(model):
         def make():

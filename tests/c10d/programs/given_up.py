@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""Groups whose two ranks are threads of one process, made and given up argv[2] times, in way argv[1]."""
+"""Groups of two ranks, threads of one process, made and aborted argv[2] times in the manner argv[1]."""
 
 import atexit
 import gc
@@ -34,7 +34,7 @@ def give_up(both):
 
 
 def after_a_round(name):
-    """Make and give up argv[2] groups; return the numbers of descriptors and of shared maps that are held then."""
+    """Make and abort argv[2] groups. Return the numbers of open descriptors and of shared maps."""
     for k in range(times):
         give_up(groups(f"{name}/{k}"))
     assert not left(20)
@@ -45,7 +45,7 @@ def after_a_round(name):
 
 gc.collect()
 gc.freeze()  # what torch has made: each collection would look through it
-before = after_a_round("first")  # with what is kept for the next group, such as caches
+before = after_a_round("first")  # with caches for the next group
 after = after_a_round("second")
 print(f"before {before} after {after}", flush=True)
 if all(now - then < times / 2 for now, then in zip(after, before, strict=True)):

@@ -37,7 +37,7 @@ def threads():
 
 
 def left(seconds=10):
-    """Return the names of the threads that do not end within so many seconds each."""
+    """Return the names of the threads that do not end in time."""
     while ending := threads():
         ending[0].join(seconds)
         if ending[0].is_alive():

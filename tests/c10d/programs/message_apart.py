@@ -16,7 +16,7 @@ from aiodist.testing.seams.progress import transport_lock
 
 
 class Held:
-    """Holds the data of messages to a rank back until it is told to let them come."""
+    """Holds back the data of messages to a rank until its release."""
 
     def __init__(self, transport):
         self.held, self.some = [], threading.Event()

@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""One rank of what gloo has no like of: argv[1] names it."""
+"""One rank of a program, named by argv[1], that gloo cannot run."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def nested(depth):
 
 
 def layouts():
-    """Tensors that lie in another order than their dimensions, on one rank or on both, are what they read as."""
+    """Tensors with another order in memory, on one rank or on both, have the elements that they show."""
     rank = dist.get_rank()
     for shape in ((4, 6), (2, 4, 6, 8)):
         plain = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
@@ -173,7 +173,7 @@ def sizes():
         dist.all_reduce(whole, dist.ReduceOp.AVG)
         dist.all_reduce(numbers, dist.ReduceOp.AVG)
     assert [whole.item(), numbers.item()] == [15, 15.0]
-    print("sizes are as they are told")
+    print("sizes are correct")
 
 
 def killed():
@@ -215,7 +215,7 @@ def opposite():
 
 
 def shared():
-    """Two threads use both groups, in orders that differ from rank to rank: a result is right, or the error is told."""
+    """Two threads use both groups, in orders that differ between ranks: a result is right, or an error is raised."""
     for turn in range(40):
         groups = [dist.new_group([0, 1]) for _ in range(2)]
         ends = []
@@ -250,7 +250,7 @@ def unequal():
     try:
         dist.destroy_process_group()
     except aiodist.AiodistError as error:
-        print("the end was told:", type(error).__name__)
+        print("the error of the end:", type(error).__name__)
     assert not dist.is_initialized()
     assert not dist.distributed_c10d._world.pg_map
 
@@ -263,7 +263,7 @@ def arena():
         net, alone = DDP(nn.Linear(300, 301), **ways), nn.Linear(300, 301)
         alone.load_state_dict(net.module.state_dict())
         for _ in range(4):
-            x = torch.randn(2, 5, 300)  # the same on both ranks, of which each takes a half
+            x = torch.randn(2, 5, 300)  # equal on both ranks; each takes a half
             net.zero_grad()
             alone.zero_grad()
             before = statistics()
@@ -289,7 +289,7 @@ def differ():
         assert isinstance(error.__cause__, aiodist.MismatchError), error  # noqa: PT017  - no test of pytest's
         assert str(error).count("other_ways.py:") >= 2, error  # noqa: PT017  - the program's line on each rank
         assert "distributed_c10d.py" not in str(error), error  # noqa: PT017
-        print("the difference was told")
+        print("the mismatch was raised")
 
 
 def late():

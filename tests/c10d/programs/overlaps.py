@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""Tensors that overlap in calls of `torch.distributed`: they come to what copies come to, or the call raises."""
+"""Tensors that overlap in calls of `torch.distributed`: the results equal those of copies, or the call raises."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def uneven(out, t):
 
 
 EACH = ("each",)
-# How many blocks each input and each output has ("p": one for each rank; EACH: so many tensors), and the call.
+# How many blocks each input and each output has ("p": one for each rank; EACH: one tensor per element), and the call.
 CALLS = {
     "all_reduce_coalesced": ((1, 1), (), lambda i, o: coalesced(i)),
     "all_gather": ((1,), EACH, lambda i, o: dist.all_gather(o, i[0], async_op=True)),
@@ -41,7 +41,7 @@ ROOTED = {
     "gather": ((1,), EACH, lambda i, o: dist.gather(i[0], o if root else None, async_op=True)),
     "scatter": (EACH, (1,), lambda i, o: dist.scatter(o[0], i if root else None, async_op=True)),
 }
-"""Those in which the tensors of rank 0 alone may be refused: it tells the others."""
+"""Calls that may refuse the tensors of rank 0 only, which then notifies the other ranks."""
 
 
 def blocks(spec):

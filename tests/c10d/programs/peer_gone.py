@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""Three ranks, threads of one process: prints what the others are told of one that aborts, and of one that closes."""
+"""Three ranks, threads of one process: print the other ranks' errors after an abort and after a close."""
 
 import sys
 

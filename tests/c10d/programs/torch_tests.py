@@ -2,8 +2,8 @@
 # mypy: ignore-errors
 """One rank of those that run torch's own tests of process groups: `torch_tests.py RESULTS NAME...`.
 
-The tests come with torch (`torch/testing/_internal/distributed/distributed_test.py`). They are those that gloo has to
-pass (BACKEND=gloo is what they are chosen by), over "aiodist". Without names all are run, one after the other. RESULTS
+The tests come with torch (`torch/testing/_internal/distributed/distributed_test.py`). They are those for
+gloo (BACKEND=gloo selects them), over "aiodist". Without names all are run, one after the other. RESULTS
 is a folder: each rank writes a line of JSON for each test into its file there.
 """
 

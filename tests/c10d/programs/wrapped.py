@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""FSDP2 in a thread beside asyncio's communication, over one communicator."""
+"""FSDP2 in a thread during communication on the loop, over one communicator."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What ranks must agree on in the calls of `aiodist.compat.mpi`, and null objects: one function each."""
+"""Agreement of the ranks in calls of `aiodist.compat.mpi`, and null objects: one function each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(call: Callable[[], Any], *classes: int) -> None:
 
 
 def buffers(comm: Any, kind: str, n: int) -> tuple[Callable[..., Any], Any]:
-    """Return what makes a buffer of so many blocks of `n` elements, and on the root one with a block for each rank."""
+    """Return a maker of buffers of blocks of `n` elements, and on the root a buffer with a block for each rank."""
 
     def new(blocks: int = 1) -> Any:
         return np.zeros(n * blocks, kind)
@@ -158,7 +158,7 @@ def messages() -> None:
 
 
 def orders() -> None:
-    """Arrays and tensors in any order of dimensions that leaves no gap: elements travel as they lie in memory."""
+    """Arrays and tensors in any order of dimensions that leaves no gap: elements travel in memory order."""
     import torch
 
     comm = MPI.COMM_WORLD

@@ -49,7 +49,7 @@ def reductions() -> None:
 
 
 def tensors() -> None:
-    """Of torch's types that numpy lacks too: as many elements, and torch's sums; bytes that are none are refused."""
+    """Torch's types that numpy lacks have torch's sums, and other bytes are refused."""
     comm = MPI.COMM_WORLD
     ranks = sum(range(1, comm.size + 1))
     for kind in (torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.uint16, torch.uint32):
@@ -71,7 +71,7 @@ def tensors() -> None:
 
 
 def versions() -> None:
-    """What a call writes into a torch tensor has a new version for autograd, and what autograd records is refused."""
+    """A call raises the version of a tensor that it writes, and refuses a tensor that autograd records."""
 
     def multiply(a: memoryview, b: memoryview, datatype: object) -> None:
         np.frombuffer(b, "f")[:] *= np.frombuffer(a, "f")
@@ -113,7 +113,7 @@ def versions() -> None:
 
 
 def awaited() -> None:
-    """Over a communicator of an asyncio program requests are awaited, and what blocks is told."""
+    """In an asyncio program requests are awaited, and blocking calls raise."""
 
     async def main() -> None:
         async with aiodist.init() as coll:
@@ -141,7 +141,7 @@ def awaited() -> None:
 
 
 def mistakes() -> None:
-    """What cannot be is told at the call."""
+    """Invalid arguments raise at the call."""
     comm = MPI.COMM_WORLD
     for call, kind, text in (
         (lambda: comm.Probe(), NotImplementedError, "recv"),
@@ -245,7 +245,7 @@ def overlaps() -> None:
 
 
 def synchronous() -> None:
-    """A synchronous send is over only when a receive has matched it."""
+    """A synchronous send ends only when a receive has matched."""
     comm = MPI.COMM_WORLD
     other = (comm.rank + 1) % comm.size
     for words in ("short", "long" * 1000):
@@ -267,7 +267,7 @@ def synchronous() -> None:
 
 
 def raised() -> None:
-    """The others hear of what ends one rank, though nobody closes the world."""
+    """The other ranks get the error that ends one rank, without a close of the world."""
     comm = MPI.COMM_WORLD
     comm.barrier()
     if comm.rank == 1:
@@ -281,7 +281,7 @@ def raised() -> None:
 
 
 def mismatched() -> None:
-    """One rank calls another collective; nobody catches what that raises."""
+    """One rank calls another collective, and no rank catches the error."""
     comm = MPI.COMM_WORLD
     if comm.rank == 1:
         comm.Barrier()

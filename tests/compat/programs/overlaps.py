@@ -1,6 +1,6 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""Buffers that overlap, and MPI.IN_PLACE: a call comes to what copies come to, or raises and changes nothing."""
+"""Buffers that overlap, and MPI.IN_PLACE: a call has the results of copies, or raises and changes nothing."""
 
 from itertools import cycle
 
@@ -53,7 +53,7 @@ examples = st.tuples(
 
 
 def begun(name, t, out, number):
-    """Return the request; None if the call was refused, on all ranks or on rank 0, which tells the others."""
+    """Return the request; None if the call was refused, on all ranks or on rank 0, which notifies the others."""
     _, _, call = (CALLS | ROOTED)[name]
     if name in ROOTED and not root and not comm.recv(source=0, tag=number):
         return None

@@ -1,4 +1,4 @@
-"""What mpi4py's tutorial shows, by the module that the first argument names: the output is the same by both."""
+"""The programs of mpi4py's tutorial, with the module that the first argument names. Both have the same output."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def main() -> None:
     comm.Allgather([rows @ x, MPI.DOUBLE], [every, MPI.DOUBLE])
     say("matvec", every)
 
-    # 7: pi, by an integral of which each rank adds up a part
+    # 7: pi as an integral, with a part on each rank
     n, h = 1000, 1 / 1000
     mine = np.array(h * sum(4 / (1 + (h * (i + 0.5)) ** 2) for i in range(rank, n, size)))
     pi = np.array(0.0)
