@@ -71,7 +71,8 @@ class ServerWatch:
                 continue
             if looks & (looks - 1) == 0 or looks % _PING_LOOKS == 0:
                 self._since = min(self._since, self._inquiry.now())
-                self._inquiry.ask([self._world_ranks[rank] for rank in self._client.late()], self._context.name)
+                others = [rank for rank in self._client.late() if rank != self._context.rank]
+                self._inquiry.ask([self._world_ranks[rank] for rank in others], self._context.name)
             if looks % _PING_LOOKS == 0:
                 try:
                     await self._run("ping", partial(self._client.asking_all, "ping"), _ANSWER_SECONDS, now=True)
