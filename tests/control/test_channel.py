@@ -1,4 +1,4 @@
-"""What a channel does, the same over sockets and inside one process."""
+"""The control channel, over sockets and within one process."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Frames and bodies: what goes in comes out, and what is no frame of ours is refused."""
+"""Frames and bodies arrive unchanged, and other bytes are refused."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The hub: whom it lets in, what it notices, what becomes of those who are connected when it goes."""
+"""The hub: accepted ranks, reported exits, and the end of its connections."""
 
 import asyncio
 import gc
@@ -239,7 +239,7 @@ async def test_a_rank_that_gives_up_before_all_have_come_may_come_again() -> Non
         for _ in range(3):
             with pytest.raises(OperationTimeout):
                 await connect(hub.address, rank=0, size=2, timeout=0.05)
-        assert hub.roster.missing() == {1: "never came"}  # the one that gave up waited for it
+        assert hub.roster.missing() == {1: "never came"}  # rank 0 left after a wait for rank 1
         a, b = await join(hub, 2)
         assert not hub.roster.missing()
         await asyncio.gather(a.aclose(), b.aclose())

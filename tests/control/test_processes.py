@@ -179,7 +179,7 @@ async def test_the_death_of_the_rank_that_hosts_the_hub_names_it(tmp_path: Path)
         assert caught.value.lost == 0
         await channel.aclose()
     channels = asyncio.gather(*(connect(address, rank=rank, size=2) for rank in range(2)))
-    await asyncio.gather(*(channel.aclose() for channel in await channels))  # the file it left fools nobody
+    await asyncio.gather(*(channel.aclose() for channel in await channels))  # its old file misleads no rank
     assert not os.listdir(tmp_path)
 
 

@@ -119,7 +119,7 @@ async def test_l9_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None
 
 @limited
 async def test_l9_a_stale_file_fools_nobody(tmp_path: Path) -> None:
-    """What an earlier job left points to nobody, to a stranger, or to another job's hub."""
+    """The file of an earlier job has the address of no process, of a stranger, or of another job's hub."""
     path = tmp_path / "meet"
     async with Hub(2, token="other") as other:
         left = {"boot_id": boot_id(), "hosts": ["127.0.0.1"], "port": free_port(), "nonce": "old"}

@@ -1,4 +1,4 @@
-"""W3, the machine: who goes on when ranks are lost, who joins; all orders of events of three ranks, and drawn ones."""
+"""W3: the state machine of generations, with all orders of events of three ranks, and random ones."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from aiodist.elastic.generations import (
 
 
 class Model:
-    """Ranks as they behave, the machine between them, and what must hold after every event.
+    """Ranks, the machine between them, and the invariants after every event.
 
-    A process is where it was told to be: in a generation that has begun, or on its way to one that is formed.
+    A process is in a generation that has begun, or moves to one that is formed.
     """
 
     def __init__(self, size: int, joiners: int) -> None:
@@ -35,9 +35,9 @@ class Model:
         self.place = dict.fromkeys(range(size), 0)
         """The generation that each living process is in."""
         self.waits: set[int] = set()
-        """Those that have asked."""
+        """Processes that have asked."""
         self.told: dict[int, int] = {}
-        """Those that are on their way, and to which generation."""
+        """Target generation of each moving process."""
         self.refused: list[tuple[int, Refusal]] = []
         self.count = size
         for rank in range(size):
@@ -129,7 +129,7 @@ class Model:
         assert not alone or machine.forming is not None, "all have asked, and nothing comes of it"
 
     def finish(self) -> None:
-        """Nobody dies any more and all want to go on: they come together."""
+        """Without further deaths, all live ranks meet."""
         for _ in range(200):
             if not self.place:
                 return
@@ -143,7 +143,7 @@ class Model:
 
 @pytest.mark.parametrize("joiners", [0, 1])
 def test_w3_each_order_of_events_of_three_ranks_ends_with_all_that_live_in_one_generation(joiners: int) -> None:
-    """Every sequence of asking, coming and dying up to a depth, each followed by what all do if nobody dies more."""
+    """Try every sequence of questions, arrivals and deaths up to a depth, each with an end without deaths."""
     depth = 6 if joiners else 7
     seen: set[Any] = set()
     queue: deque[tuple[tuple[str, int], ...]] = deque([()])
@@ -242,7 +242,7 @@ def test_w3_a_stale_question_does_not_take_the_place_of_one_that_counts() -> Non
 
 
 def test_w3_those_who_are_waited_for_are_others_and_of_this_generation() -> None:
-    """An answer may be on its way when a rank asks who is late: it would name itself."""
+    """An answer may be in flight when a rank asks for the late ranks: the rank would name itself."""
     machine = Regrouping(3)
     for rank in range(3):
         machine.joined(0, rank)
@@ -263,7 +263,7 @@ def test_w3_those_who_are_waited_for_are_others_and_of_this_generation() -> None
 
 
 def test_w3_one_that_was_started_is_not_taken_for_one_that_has_not_asked() -> None:
-    """A rank alone has one started: it waits for that until it joins, and for nobody while both open the world."""
+    """A single rank starts a second one, and waits for it until it joins, but not while both open the world."""
     machine = Regrouping(1)
     machine.joined(0, 0)
     machine.ask(0, 1)

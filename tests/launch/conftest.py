@@ -1,4 +1,4 @@
-"""Starts `aiodist run` as a user does: a process, its output, its exit code, and what it leaves behind.
+"""Starts `aiodist run` as a user does: a process, its output, its exit code, and remaining processes.
 
 AIODIST_TEST_MPICH names the prefix of an MPICH (the folder with bin/mpirun); without it, the tests of MPICH look for
 one that `--mpi mpich` would find, and are skipped where there is none.
@@ -101,7 +101,7 @@ class Launcher:
         raise AssertionError(f"the output ended without {sorted(set(wanted) - set(lines))}: {lines}")
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs with our mark: the launcher, mpirun, guards, ranks, and what these started."""
+        """All processes with the mark of the test: the launcher, mpirun, guards, ranks, and their children."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -111,7 +111,7 @@ class Launcher:
             return False
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
-        """Return what of ours still runs after at most so many seconds."""
+        """Return the processes that still run after a wait, in seconds."""
         _, alive = psutil.wait_procs(self.processes(), timeout=seconds)
         return list(alive)
 
@@ -150,5 +150,5 @@ def mpi_launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Launcher:
-    """A launcher without MPI, for what does not depend on it."""
+    """A launcher without MPI, for tests that do not depend on it."""
     return Launcher("none", tmp_path)

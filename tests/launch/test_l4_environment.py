@@ -1,4 +1,4 @@
-"""`Environment.read` on what each starter writes: variables as they were captured, shortened to what matters."""
+"""`Environment.read` with the captured variables of each starter, shortened."""
 
 from __future__ import annotations
 

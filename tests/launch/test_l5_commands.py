@@ -180,7 +180,7 @@ def fake_mpirun(prefix: Path, answer: str, library: str | None = None, name: str
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python beside which there is no mpirun."""
+    """A Python in a folder without an mpirun."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     return tmp_path
 

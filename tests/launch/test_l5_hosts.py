@@ -1,4 +1,4 @@
-"""Several hosts, with no process: who runs where, what mpirun is given, and what is refused."""
+"""Several hosts, without processes: places of ranks, arguments of mpirun, and errors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_l5_ranks_are_shared_out_over_hosts_without_numbers(hosts: int, more: in
     ]
 
 
-# What mpirun is given
+# Arguments of mpirun
 
 
 def test_l5_openmpi_fills_one_host_after_the_other() -> None:

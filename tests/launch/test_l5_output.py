@@ -95,7 +95,7 @@ def test_l5_log_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> Non
 
 
 async def test_l5_a_slow_reader_does_not_block_the_loop() -> None:
-    """Nobody reads a pipe in place of standard output: writing waits, and the loop goes on."""
+    """If standard output is a pipe without a reader, writing waits, and the loop continues."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     saved = os.dup(1)

@@ -1,4 +1,4 @@
-"""What stands behind the options of `aiodist run`: a script, a module, `python x.py`, another program."""
+"""The program after the options of `aiodist run`: a script, a module, `python x.py`, another program."""
 
 from __future__ import annotations
 

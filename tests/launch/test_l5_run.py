@@ -229,7 +229,7 @@ def test_l5_input_that_nobody_reads_holds_nothing_up(launcher: Launcher) -> None
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_l5_no_file_of_mpirun_is_left(mpi_launcher: Launcher, killed: bool) -> None:
-    """What a killed mpirun leaves in a common folder, under its process id, stops a later one with the same id."""
+    """Files of a killed mpirun in a common folder, under its process id, stop a later one with the same id."""
     scratch = mpi_launcher.folder / "scratch"
     scratch.mkdir()
     script = mpi_launcher.script(f"""
@@ -247,7 +247,7 @@ def test_l5_no_file_of_mpirun_is_left(mpi_launcher: Launcher, killed: bool) -> N
     assert list(scratch.iterdir()) == []
 
 
-# What ranks are given
+# Arguments and variables of ranks
 
 
 def test_l5_arguments_and_environment_pass_through(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ LINE = "aiodist.errors.RemoteError: rank 1 failed: ValueError: broken (at train.
 
 
 def _console(*said: tuple[int, str], prefix: bool = True) -> str:
-    """Return what is shown of what ranks said, one after the other, before they ended in the order of ranks."""
+    """Return the shown lines of the ranks' texts, in order, after the ranks have ended in their order."""
     shown, tracebacks = b"", Tracebacks()
     before = {rank: f"[{rank}] " if prefix else "" for rank, _ in said}
     for rank, text in said:

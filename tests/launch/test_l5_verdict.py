@@ -1,4 +1,4 @@
-"""Who failed, and with which code the job ends: the rules of `verdict`, with no process and no clock."""
+"""The rules of `verdict` for failed ranks and exit codes, without processes and clocks."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Machine:
         monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(self, "threads", count))
 
     async def ranks(self, count: int, **variables: str) -> list[tuple[set[int], int]]:
-        """Return the cores and the threads of each rank within its block; nothing is left of them behind it."""
+        """Return the cores and the threads of each rank in its block, which are restored after the block."""
         environment = Environment.read(variables)
         channels = in_process(count)
         hosts = ("here",) * count
@@ -172,7 +172,7 @@ class Machine:
     [
         (4, 2, [({0, 1}, 2), ({2, 3}, 2)]),
         (7, 3, [({0, 1}, 2), ({2, 3}, 2), ({4, 5}, 2)]),
-        # On one core each they take turns with what else is to be done, so they are not held to it.
+        # With one core each, a rank shares its core with other work, so it is not pinned.
         (2, 2, [({0, 1}, 1), ({0, 1}, 1)]),
         (2, 3, [({0, 1}, 1)] * 3),
         (4, 1, [({0, 1, 2, 3}, 4)]),

@@ -1,4 +1,4 @@
-"""L8: the doctor names each system call of shared memory that a seccomp filter refuses, and what ranks do then."""
+"""L8: the doctor names each system call of shared memory that a seccomp filter refuses, and the reaction of ranks."""
 
 from __future__ import annotations
 

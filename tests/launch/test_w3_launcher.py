@@ -1,4 +1,4 @@
-"""W3 at the launcher: what --elastic means and refuses, and when such a job is over."""
+"""W3 at the launcher: the option --elastic, its errors, and the end of such a job."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def test_w3_before_it_has_begun_it_is_a_job_like_any_other() -> None:
 
 
 class Started:
-    """The guards of ranks, all of which have come."""
+    """The guards of ranks, all connected."""
 
     came = frozenset({0, 1})
 
     def signal(self, signum: int) -> None:
-        raise AssertionError(f"nobody is to be told to stop ({signum})")
+        raise AssertionError(f"no rank may be asked to stop ({signum})")
 
 
 async def test_w3_an_mpirun_that_ends_after_its_ranks_leaves_those_that_joined() -> None:
@@ -146,7 +146,7 @@ async def test_w3_an_mpirun_that_ends_after_its_ranks_leaves_those_that_joined()
     events: asyncio.Queue[Event] = asyncio.Queue()
     for event in (Ending(0, -9), ProcessEnded(None, 1), Finished(0)):
         events.put_nowait(event)
-    late = 0.7  # seconds: more than an mpirun's ranks have to end behind it
+    late = 0.7  # seconds: longer than the time of ranks after the end of their mpirun
     for event in (Ending(1, 0), Finished(1)):
         asyncio.get_running_loop().call_later(late, events.put_nowait, event)
     assert await supervisor.watch(events) == 0

@@ -1,4 +1,4 @@
-"""W10: nobody waits in silence. One rank tells who waits for whom; a message that nobody received is told too."""
+"""W10: one rank reports the waits of all ranks, and messages that were not received."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def _until(seconds: float) -> None:
 
 async def _serve(coll: Communicator, tag: int) -> None:
     while True:
-        await coll.recv_object(tag=tag)  # nobody has said detach()
+        await coll.recv_object(tag=tag)  # without detach()
 
 
 def _give_up(coll: Communicator, *services: asyncio.Task[None]) -> None:
@@ -302,7 +302,7 @@ def test_w10_a_message_that_is_polled_is_waited_for(caplog: pytest.LogCaptureFix
             await (coll.send(large, 0) if op == "recv" else coll.send_object(1, 0))
 
     def eager() -> bool:
-        """Whether a send of that size is over before the other receives it."""
+        """Return True if a send of that size ends before its receive."""
         return op == "send" and not caplog.records
 
     reports = _reports(main, caplog)
@@ -449,7 +449,7 @@ async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll:
     else:
         await side.aclose()
     assert await coll.allreduce(1) == coll.size
-    parts_of(coll).registry.members.unreceived.clear()  # else the end of the world raises what was told
+    parts_of(coll).registry.members.unreceived.clear()  # else the end of the world raises the reported error
 
 
 def test_w10_a_message_on_its_way_is_no_deadlock(

@@ -112,7 +112,7 @@ KINDS = (_allreduce, _broadcast, _barrier, _exchange, _requests, _group)
 
 
 async def _healthy(coll: Communicator, seed: int, rounds: int, limits: Limits) -> None:
-    """Rounds of operations in an order drawn from `seed`, beside a receive of each rank that is posted ahead."""
+    """Rounds of operations in an order drawn from `seed`, with a receive of each rank posted before."""
     draw = random.Random(seed)
     aside = await coll.dup()
     ahead = aside.recv_object((coll.rank - 1) % coll.size, tag=9)
@@ -162,7 +162,7 @@ async def test_w1_healthy_runs_on_processes_name_nobody(
 
 
 def test_w1_a_run_that_is_not_healthy_names_somebody(caplog: pytest.LogCaptureFixture) -> None:
-    """What the runs above would show."""
+    """A report that the runs above would contain."""
 
     async def main() -> None:
         async with aiodist.init(report_after=FAKE.pause / 2) as coll:

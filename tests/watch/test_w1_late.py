@@ -95,7 +95,7 @@ async def test_w1_a_rank_whose_loop_stands_still(
             assert "its loop does not answer" in text
         if isinstance(error, OperationTimeout):
             assert list(error.late) == [1]
-    # What waits for a message is withdrawn, what waits for a collective gets it.
+    # The waits for a message are withdrawn, and those for a collective end.
     if wait in (_short_block, _thread, _wait_for):
         for handle in parts_of(coll).dispatcher.lifetime.pending():
             assert handle.cancel()

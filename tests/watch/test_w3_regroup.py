@@ -1,4 +1,4 @@
-"""W3: a rank is killed, the others shrink and go on, and grow back; ranks are tasks of this process."""
+"""W3: a rank is killed, and the others shrink, continue and grow back; ranks are tasks of this process."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_w3_nobody_waits_in_a_group_of_a_world_that_others_have_left(turns: int)
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_w3_what_is_being_made_of_a_world_is_given_up_with_it(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """A library may wait for the lost rank for ever, or fail before the loss is known."""
+    """A library may wait for the lost rank without end, or fail before the loss is known."""
 
     async def split(*_: object) -> Any:
         if waits:
@@ -193,7 +193,7 @@ def test_w3_what_was_to_be_made_of_a_communicator_that_is_given_up_at_once_raise
 
 @pytest.mark.parametrize("seed", range(12))
 def test_w3_a_death_at_any_moment_of_a_shrink_starts_it_over(seed: int) -> None:
-    """Rank 3 dies, and rank 1 so many steps of the loop after it has called shrink()."""
+    """Rank 3 dies, and later rank 1, after its call of shrink() and a number of steps of the loop."""
 
     async def main(number: int) -> Any:
         async with aiodist.init(elastic=True) as coll:
@@ -280,7 +280,7 @@ def test_w3_a_rank_that_joins_finds_itself_in_the_grown_world(seed: int) -> None
             if coll.generation:
                 assert (number, coll.rank, coll.previous) == (number, number, (0, 1, None, None))
             else:
-                pending = coll.allreduce(torch.ones(2))  # it is over before the world grows
+                pending = coll.allreduce(torch.ones(2))  # it ends before the world grows
                 new = await coll.grow(2)
                 assert (await pending).tolist() == [2, 2]
                 with pytest.raises(CommunicatorAborted, match="it grew to generation 1"):
@@ -375,7 +375,7 @@ def test_w3_a_world_that_is_left_while_it_shrinks_is_an_error() -> None:
 
 
 async def rounds(count: int, seen: list[tuple[int, ...]]) -> int:
-    """Have a rank of three die and another join, again and again; note what there is of everything."""
+    """Let a rank of three die and another join repeatedly, and note the counts of all resources."""
     async with aiodist.init(elastic=True) as coll:
         done = torch.zeros(1)
         await coll.broadcast(done)

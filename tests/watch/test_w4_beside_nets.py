@@ -150,7 +150,7 @@ async def _waits_in_a_thread(coll: Communicator) -> None:
 
 
 async def _waits_in_a_gate(coll: Communicator) -> None:
-    """Work of a stream that comes after an operation, of which a rank does another one first."""
+    """Work of a stream after an operation, while one rank has another operation first."""
     one, two = await coll.dup(), await coll.dup()
     async with HostStream() as stream:
         first = (one, two)[coll.rank].allreduce(torch.ones(2))
@@ -230,7 +230,7 @@ class Delays(NamedTuple):
 
 
 SLOW = 0.7
-"""The seconds of a timer of the loop, of which it is seen that it is set."""
+"""Seconds of a loop's timer that the check finds."""
 _delays = st.builds(Delays, *[st.sampled_from([False, False, False, True])] * len(Delays._fields))
 
 

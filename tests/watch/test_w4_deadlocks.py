@@ -1,4 +1,4 @@
-"""W4: a deadlock is found in what ranks wait for, and each rank in it is told who waits for whom; nothing else is."""
+"""W4: each rank of a deadlock gets an error with all its waits, and no other rank gets one."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone(tmp_path: Pa
 
 
 class _Dawdling(ThreadPoolExecutor):
-    """Its workers are late to go back to their queue: they have notified the loop, and still are in `block`."""
+    """Executor with workers that return late to their queue: after they notify the loop, they stay in `block`."""
 
     def __init__(self, block: Callable[[], object]) -> None:
         super().__init__(thread_name_prefix="asyncio_")
@@ -370,7 +370,7 @@ WAYS = [_after_sleep, _by_timer, _from_executor, _from_thread, _from_thread_of_n
 async def _crossed_but_for(
     coll: Communicator, way: Callable[[Callable[[], object], Looks], Awaitable[None]], folder: Path
 ) -> None:
-    """Each rank waits in its first operation, and issues the other one beside that, later."""
+    """Each rank waits in its first operation, and issues the other one meanwhile."""
     one, two = await coll.dup(), await coll.dup()
     first, second = (one, two) if coll.rank == 0 else (two, one)
     folder = Path(await coll.broadcast_object(str(folder)))
@@ -431,7 +431,7 @@ async def test_w4_what_a_signal_handler_may_wake_is_no_deadlock(coll: Communicat
 
 
 def test_w4_a_deadline_may_end_the_wait() -> None:
-    """What the program does then is its own affair."""
+    """After that the program may do anything."""
 
     async def main() -> None:
         async with aiodist.init() as coll:
@@ -557,7 +557,7 @@ def test_w4_a_message_on_its_way_is_no_deadlock() -> None:
 
 
 def test_w4_large_sends_that_may_end_are_no_deadlock() -> None:
-    """A rank that has matched more of them than have ended there has one on its way."""
+    """If a rank has matched more sends than have ended, an end is in flight."""
 
     def side(ended: int, matched: int, other: int) -> CommFacts:
         return CommFacts("a", [0, 1], 0, [], [], [], 1, [[other, ended]], [[other, matched]])
@@ -611,7 +611,7 @@ async def test_w4_large_sends_that_wait_for_one_another(
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
 async def test_w4_large_sends_to_slow_ranks_are_no_deadlock(coll: Communicator, tmp_path: Path) -> None:
-    """A receive that is posted late, in both directions, in any order, and beside a barrier of another communicator."""
+    """A late receive, in both directions, in any order, and during a barrier of another communicator."""
     other, t, peer = await coll.dup(), torch.ones(LARGE), 1 - coll.rank
     folder = Path(await coll.broadcast_object(str(tmp_path)))
     with Looks(coll, folder) as looks:
@@ -643,7 +643,7 @@ class Step(NamedTuple):
 
 
 def _ends(programs: list[list[Step]]) -> bool:
-    """Whether all ranks come to their ends: a message is over when both of its ends have come to it."""
+    """Return True if all programs end. A message ends when both of its ranks have reached it."""
     at = [0] * len(programs)
 
     def head(rank: int) -> Step | None:
@@ -678,7 +678,7 @@ async def _do(step: Step, rank: int, world: Communicator, comms: list[Communicat
 
 @st.composite
 def _programs(draw: st.DrawFn) -> list[list[Step]]:
-    """What each rank does: the same story, told by one rank with two steps exchanged, or without one, where drawn."""
+    """The steps of each rank: equal, except for one rank with two steps exchanged or one missing, if drawn."""
     n = draw(st.integers(2, 4))
     pair = st.permutations(range(n)).map(lambda ranks: Step(src=ranks[0], dst=ranks[1]))
     pause = st.builds(
@@ -728,5 +728,5 @@ def test_w4_random_programs_on_local_ranks(programs: list[list[Step]], seed: int
         with pytest.raises(DeadlockError):
             run_ranks(len(programs), main, seed)
         (cycle,) = cycles
-        assert set(cycle) <= told.keys()  # others may have been told that their communicator was given up
+        assert set(cycle) <= told.keys()  # others may know only of the abort
         assert max(told.values()) < max(stalled.values()) + 1

@@ -1,4 +1,4 @@
-"""W5: when ranks came to each collective, and what of it is kept and compared. The report is in tests/lifecycle."""
+"""W5: the arrival times of ranks at each collective, which are kept and compared. The report is in tests/lifecycle."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def _looked_at_twice(coll: Communicator, handle: aiodist.Handle[Any]) -> N
     on_look.append(looked.set)
     async with asyncio.timeout(20):
         for _ in range(2):
-            if not handle.done():  # else nobody looks
+            if not handle.done():  # else no check follows
                 await looked.wait()
                 looked.clear()
     on_look.remove(looked.set)

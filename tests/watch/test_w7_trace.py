@@ -294,7 +294,7 @@ def test_w7_a_folder_without_a_trace_is_an_error(
 
 def test_w7_what_overlaps_lies_on_rows_of_its_own(tmp_path: Path) -> None:
     lines = [[0, "t", n, b, e, {}] for n, b, e in [("a", 0, 10), ("in a", 1, 3), ("in a too", 3, 9), ("b", 5, 12)]]
-    lines += [[0, "t", "op", 1, 2, {"comm": "c"}]]  # an operation is no part of what goes on around it
+    lines += [[0, "t", "op", 1, 2, {"comm": "c"}]]  # an operation is no part of the spans around it
     rank_file(tmp_path, 0, lines)
     merge(tmp_path)
     rows = {e["name"]: e["tid"] for e in spans(read(tmp_path))}
