@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorError, DeadlockError, PeerError
 from aiodist.handles import Handle, internals
 from aiodist.handles.state import FutureWaiter
+from aiodist.nn.buckets import Bucket, Slot, row_parameters
+from aiodist.nn.compression import Compression
 from aiodist.nn.compute import Compute
+from aiodist.nn.deals import Sizes
+from aiodist.nn.devices import placement
 from aiodist.nn.drivers import Driver
+from aiodist.nn.joiners import JoinedState
+from aiodist.nn.layout import named_state, structure
 from aiodist.nn.per_rank import Shared
 from aiodist.nn.reducer import Reducer
+from aiodist.nn.reduction import Reduction
+from aiodist.nn.steps import Changes, StepSettings
 from aiodist.streams import HostStream
+from aiodist.types import settings_text
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `DataParallel.create` that hold on every communicator of a net."""
+
+    shared: Shared
+    op: Literal["mean", "sum"]
+    sizes: Sizes
+    compression: Compression | None
+
+    def described(self) -> dict[str, object]:
+        """Return the values that ranks compare."""
+        parameters, rows = list(self.shared.named_parameters()), row_parameters(self.shared.module)
+        named = named_state(self.shared)
+        return {
+            "place": placement(named),
+            "op": self.op,
+            "compress": settings_text(self.compression),
+            "bytes of buckets": [self.sizes.bucket, self.sizes.first],
+            "frozen parameters": ", ".join(name for name, p in parameters if not p.requires_grad) or "none",
+            "sparse gradients": ", ".join(name for name, p in parameters if p in rows) or "none",
+            **structure(named),
+        }
 
 
 class Binding:
     """The parts of a net on one communicator (loop's thread). A guest of the duplicate that is closed first."""
 
     def __init__(
-        self, home: Communicator, side: Communicator, shared: Shared, reducer: Reducer, stream: HostStream
+        self,
+        home: Communicator,
+        side: Communicator,
+        arguments: Arguments,
+        settings: StepSettings,
+        joined: JoinedState,
+        reducer: Reducer,
+        stream: HostStream,
     ) -> None:
         self.home = home
         """The communicator that the user gave."""
@@ -33,17 +76,22 @@ class Binding:
         """The duplicate for reductions."""
         self.side = side
         """The duplicate for collectives of the user, also while reductions are in flight."""
-        self.shared = shared
+        self.arguments = arguments
+        self.shared = arguments.shared
+        self.settings = settings
+        self.joined = joined
+        """State from the other ranks for drivers and schedulers that are still to be made."""
         self.reducer = reducer
         self.compute = Compute(stream, reducer)
         self.optimizer: Optimizer | Driver | None = None
         """The optimizer of the last step."""
-        self.passes: set[asyncio.Future[None]] = set()
-        """Passes of `backward_iter` in flight."""
         self.ended: str | None = None
         """The reason why calls raise, or None while the net is open."""
         self._work: Handle[Any] | None = None
         """The newest step or backward that the user asked for."""
+        self._passes: set[asyncio.Future[None]] = set()
+        """Passes of `backward_iter` in flight."""
+        reducer.steps.keep_own(settings.per_rank)
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.shared.module).__name__} on {self.coll!r}>"
@@ -52,6 +100,12 @@ class Binding:
     def elastic(self) -> bool:
         """True if the world may lose and gain ranks."""
         return parts_of(self.coll).registry.elastic is not None
+
+    def configure(self, changes: Changes) -> None:
+        """Change the settings."""
+        self.settings = self.settings.changed(self.shared, changes)
+        self.joined.change(self.settings.stateful)
+        self.reducer.steps.keep_own(self.settings.per_rank)
 
     # --- work ---------------------------------------------------------------------------------------------------
 
@@ -80,6 +134,26 @@ class Binding:
             internals.remove_waiter(work, ended)
             self.reducer.waiting.remove(ended.future)
 
+    async def backward_iter(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
+        """Run backward, and yield each parameter with its reduced gradient."""
+        self.check()
+        self.check_reduces("backward_iter")
+        arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
+        work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
+        # The pass continues if the caller leaves early, and asyncio reports its error then.
+        ended = asyncio.ensure_future(_ended(work, arrivals))
+        self._passes.add(ended)
+        ended.add_done_callback(self._passes.discard)
+        unused: list[Slot] = []
+        while (bucket := await arrivals.get()) is not None:
+            unused += bucket.unused
+            bucket.scale()
+            for pair in _pairs([slot for slot in bucket.slots if slot not in bucket.unused]):
+                yield pair
+        await ended
+        for pair in _pairs(unused):
+            yield pair
+
     # --- checks -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -100,7 +174,7 @@ class Binding:
     def check_loads(self) -> None:
         """Raise RuntimeError if a state cannot be loaded now."""
         self.check_updated()
-        if not self.compute.is_current() and (self.passes or not (self._work is None or self._work.done())):
+        if not self.compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
             raise RuntimeError(
                 "a step or a backward is in flight, on the compute thread, and uses the parameters: await it first, or "
                 "load after it, `await net.submit(net.load_state_dict, state)`"
@@ -158,3 +232,19 @@ class Binding:
         self.compute.stream.abort()
         self.reducer.hook.abort()
         self.reducer.release()
+
+
+def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for slot in slots:
+        if slot.result is not None:
+            slot.parameter.grad, slot.given = slot.result, True
+            yield cast(nn.Parameter, slot.parameter), slot.result
+
+
+async def _ended(work: Handle[tuple[Tensor, Reduction]], arrivals: asyncio.Queue[Bucket | None]) -> None:
+    """Wait for the end of a pass, and mark the end of its buckets."""
+    try:
+        _, reduction = await work
+        await reduction.finished
+    finally:
+        arrivals.put_nowait(None)

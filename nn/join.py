@@ -15,21 +15,21 @@ from aiodist.nn.binding import Binding
 from aiodist.nn.drivers import Driver, shared_states
 from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import named_state
-from aiodist.nn.steps import StepSettings
 from aiodist.nn.synchronize import share_state
 from aiodist.types import Stateful
 from aiodist.world.agree import agree
 
 
 @asynccontextmanager
-async def join(binding: Binding, optimizers: Sequence[Stateful], settings: StepSettings) -> AsyncIterator[None]:
+async def join(binding: Binding, optimizers: Sequence[Stateful]) -> AsyncIterator[None]:
     """Run a block of uneven steps, then share the state of the first rank that made most passes.
 
     `optimizers` are those that the user gave.
     """
+    binding.check()
     if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
         raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
-    shared_states("join", optimizers, settings.per_rank)
+    shared_states("join", optimizers, binding.settings.per_rank)
     reducer, compute = binding.reducer, binding.compute
     finished = compute.submit(compute.finish)  # a failed step of this rank may not have ended yet
     try:
@@ -63,8 +63,8 @@ async def join(binding: Binding, optimizers: Sequence[Stateful], settings: StepS
     if reducer.owner is not None:  # this rank has made the steps of the others
         await reducer.owner.flush()
         return
-    states = shared_states("join", drivers, settings.per_rank)
-    others = [each for each in settings.stateful if all(each is not given for given in drivers)]
+    states = shared_states("join", drivers, binding.settings.per_rank)
+    others = [each for each in binding.settings.stateful if all(each is not given for given in drivers)]
     reducer.steps.alike(await _share_longest(binding, mine, states, others))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from torch import nn
 
+from aiodist.nn.binding import Binding
 from aiodist.nn.per_rank import Shared
+from aiodist.nn.steps import hash_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,25 +50,61 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 class ModuleLike:
     """The methods of `torch.nn.Module` that read the module or switch its modes; names have no prefix."""
 
-    _module: nn.Module
-    _shared: Shared
+    _binding: Binding
     checkpoint_kind = "module"
     """A net and a plain module load each other's checkpoints."""
 
     @property
     def module(self) -> nn.Module:
         """The module that `create` was given."""
-        return self._module
+        return self._binding.shared.module
 
     @property
     def shared(self) -> Shared:
         """The part of the module that all ranks have in common: parameters and buffers that are not `per_rank`."""
-        return self._shared
+        return self._binding.shared
 
     @property
     def training(self) -> bool:
         """True if dropout, batch norm and similar modules are in training mode."""
-        return self._module.training
+        return self.module.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output for these arguments, computed on the calling thread."""
+        if not self._binding.compute.is_current():
+            self._binding.reducer.watch()
+        return self._binding.shared.module(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the module, with the names of the plain module.
+
+        As in torch it holds the parameters themselves, also this rank's `per_rank` ones, and later steps change them.
+        `await net.submit(lambda: copy.deepcopy(net.state_dict()))` returns a copy between two steps, and `aiodist.save`
+        saves a checkpoint in the background. Raises `RuntimeError` while updates are pending: `await opt.flush()`
+        first.
+        """
+        self._binding.check_updated()
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load `state` into the module, on this rank; every rank must load the same state.
+
+        If ranks load different states, the next step or backward raises `MismatchError` on all of them. After steps
+        that only some ranks made, loading the same state on all ranks makes the next step work again.
+
+        Args:
+            state: A state dict of the net or of the plain module.
+            strict: Raise `RuntimeError` if names are missing or unknown, as in torch.
+
+        Raises:
+            RuntimeError: While updates are pending, or a step or backward is in flight. `await
+                net.submit(net.load_state_dict, state)` loads after them.
+
+        """
+        self._binding.check_loads()
+        self.module.load_state_dict(state, strict=strict)
+        reducer = self._binding.reducer
+        reducer.steps.alike(loaded=hash_of([slot.parameter for slot in reducer.slots]))
 
     parameters = _of_module(nn.Module.parameters)
     named_parameters = _of_module(nn.Module.named_parameters)
@@ -87,7 +125,7 @@ class ModuleLike:
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout, batch norm and similar modules to training mode, or with False to evaluation mode."""
-        self._module.train(mode)
+        self.module.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -96,7 +134,7 @@ class ModuleLike:
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Unfreeze all parameters, or freeze them; between two steps, on all ranks."""
-        self._module.requires_grad_(requires_grad)
+        self.module.requires_grad_(requires_grad)
         return self
 
     if not TYPE_CHECKING:  # a type checker would accept any name
@@ -114,5 +152,5 @@ class ModuleLike:
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Call `fn` with every module, for example to initialise it; on all ranks."""
-        self._module.apply(fn)
+        self.module.apply(fn)
         return self

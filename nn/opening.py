@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal, Self
 
+import torch
 from torch import nn
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
-from aiodist.nn.binding import Binding
-from aiodist.nn.buckets import Allreduce, CommHook, row_parameters
+from aiodist.nn.binding import Arguments, Binding
+from aiodist.nn.buckets import Allreduce, CommHook
 from aiodist.nn.compression import Compression, Compressor, checked_compression
 from aiodist.nn.deals import Sizes
-from aiodist.nn.devices import cuda_devices, placement
-from aiodist.nn.joiners import JoinedState, check_kinds
-from aiodist.nn.layout import Named, named_state, structure
-from aiodist.nn.per_rank import Shared
+from aiodist.nn.devices import cuda_devices
+from aiodist.nn.drivers import Recovering, check_recovers, shared_states
+from aiodist.nn.joiners import Expected, JoinedState, check_kinds
+from aiodist.nn.layout import named_state
+from aiodist.nn.per_rank import Shared, as_list
 from aiodist.nn.reducer import Reducer
+from aiodist.nn.steps import Changes, StepSettings
 from aiodist.nn.synchronize import share_state
+from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
-from aiodist.types import Stateful, SumOrMean, settings_text, sum_or_mean
+from aiodist.types import Stateful, SumOrMean, sum_or_mean
 from aiodist.world.agree import agree
 
 SIZES = Sizes(4 << 20, 1 << 20)
@@ -35,56 +37,92 @@ SIZES_ON_CUDA = Sizes(32 << 20, 4 << 20)
 _BACKGROUND_BYTES = 32 << 10
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of `DataParallel.create` that hold on every communicator of a net."""
-
-    shared: Shared
-    op: Literal["mean", "sum"]
-    sizes: Sizes
-    compression: Compression | None
-
-    @classmethod
-    def checked(
-        cls, shared: Shared, op: SumOrMean, bucket: int | None, first: int | None, compress: Codec | Compression | None
-    ) -> Self:
-        """Return the arguments; raise for values that are not allowed, and for parameters of another net."""
-        usual = SIZES_ON_CUDA if cuda_devices(shared.module.parameters()) else SIZES
-        sizes = Sizes(usual.bucket if bucket is None else bucket, usual.first if first is None else first)
-        Reducer.check_free(shared.named_parameters())
-        compression = None if compress is None else checked_compression(compress, shared.named_parameters())
-        return cls(shared, sum_or_mean(op), sizes, compression)
-
-    def described(self, named: Named) -> dict[str, object]:
-        """Return the values that ranks compare."""
-        rows = row_parameters(self.shared.module)
-        frozen = ", ".join(name for name, p in self.shared.named_parameters() if not p.requires_grad)
-        sparse = ", ".join(name for name, p in self.shared.named_parameters() if p in rows)
-        return {
-            "place": placement(named),
-            "op": self.op,
-            "compress": settings_text(self.compression),
-            "bytes of buckets": [self.sizes.bucket, self.sizes.first],
-            "frozen parameters": frozen or "none",
-            "sparse gradients": sparse or "none",
-            **structure(named),
-        }
-
-
-async def open_with_others(
-    arguments: Arguments,
+async def open_first(
+    module: nn.Module,
     coll: Communicator,
-    state: Sequence[Stateful],
-    kinds: Sequence[str],
+    state: Sequence[Stateful | type[Recovering]],
+    op: SumOrMean,
+    sizes: tuple[int | None, int | None],
+    compress: Codec | Compression | None,
+    changes: Changes,
+) -> Binding:
+    """Return the parts of a new net; the arguments are those of `DataParallel.create`."""
+    if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
+        given = f"{type(module).__name__}, {type(coll).__name__}"
+        raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
+    divided, per_rank = divided_parameters(module), as_list(changes.get("per_rank"))
+    shared = Shared(module, per_rank, divided)
+    settings = StepSettings(divided=divided).changed(shared, {**changes, "per_rank": per_rank})
+    usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
+    bucket, first = sizes
+    chosen = Sizes(usual.bucket if bucket is None else bucket, usual.first if first is None else first)
+    Reducer.check_free(shared.named_parameters())
+    compression = None if compress is None else checked_compression(compress, shared.named_parameters())
+    arguments = Arguments(shared, sum_or_mean(op), chosen, compression)
+    for each in state:
+        if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
+            raise TypeError(
+                f"create(…, {each.__name__}): a class stands for a driver that is made next, such as PipelinedOptimizer"
+            )
+    owners = [Expected(each) if isinstance(each, type) else each for each in state]
+    kinds = [each.__name__ if isinstance(each, type) else type(each).__name__ for each in state]
+    joined = JoinedState([each for each in owners if isinstance(each, Expected)], settings.stateful)
+    states = shared_states("create", owners, settings.per_rank)
+    return await _open(coll, arguments, settings, joined, states, kinds, 0)
+
+
+async def open_again(before: Binding, coll: Communicator, state: Sequence[Stateful]) -> Binding:
+    """Close `before`, and return the parts of the net on another communicator, or `before` if the net is there.
+
+    `state` are the optimizer and other objects with a state that ranks share.
+    """
+    before.check_loop()
+    settings, module = before.settings, before.shared.module
+    if settings.divided:
+        raise RuntimeError(
+            "rebind of a module whose layers are divided among ranks, and blocks may be lost: make a new net, and load "
+            "the last checkpoint"
+        )
+    shared_states("rebind", state, settings.per_rank)
+    check_recovers(state, before.optimizer, before.reducer.kept_by)
+    if before.ended is None:
+        if coll is before.home:
+            return before
+        if parts_of(coll).registry.elastic is None:
+            before.check_updated()
+        await before.coll.aclose()
+    await before.compute.stream.aclose()  # its work may still run after an abort
+    for device in cuda_devices(module.parameters()):
+        torch.cuda.synchronize(device)  # the compute thread had a stream of its own
+    recovering = [each for each in state if isinstance(each, Recovering)]
+    retreated = [each.retreat() if isinstance(each, Recovering) else each for each in state]
+    states = shared_states("rebind", retreated, settings.per_rank)
+    for parameter in module.parameters():
+        parameter.grad = None
+    kinds = [type(each).__name__ for each in state]
+    made = before.reducer.steps.whole
+    binding = await _open(coll, before.arguments, settings, before.joined, states, kinds, made)
+    binding.optimizer = before.optimizer
+    for each in recovering:
+        each.resume()
+    return binding
+
+
+async def _open(
+    coll: Communicator,
+    arguments: Arguments,
+    settings: StepSettings,
     joined: JoinedState,
+    states: Sequence[Stateful],
+    kinds: Sequence[str],
     made: int | None,
 ) -> Binding:
-    """Return the net's parts on `coll`, after all ranks have the parameters, buffers and `state` of the furthest rank.
+    """Return the net's parts on `coll`, after all ranks have the tensors and `states` of the furthest rank.
 
     All ranks call it. `made` is the number of steps of this rank, or None if its optimizer raised within a step. If a
     rank fails or is cancelled alone, its duplicates are aborted, so that no other rank waits for it.
     """
-    shared = arguments.shared
+    shared, compression = arguments.shared, arguments.compression
     if coll.size > 1:
         _check_forward(shared)
     data = await duplicate(coll)
@@ -95,16 +133,16 @@ async def open_with_others(
         comms.append(side := await duplicate(data))
         comms.append(status := await duplicate(data))
         fact = made, joined.known_kinds, _place_of(shared, coll)
-        same = {"states": ", ".join(kinds) or "none", **arguments.described(named_state(shared))}
-        told = await agree(data, f"net {data.name!r}", fact, same=same)
-        _check_apart([place for *_, place in told])
-        if arguments.compression is not None:
-            hook = Compressor(arguments.compression, data, arguments.op, shared.named_parameters())
+        same = {"states": ", ".join(kinds) or "none", **arguments.described()}
+        of_ranks = await agree(data, f"net {data.name!r}", fact, same=same)
+        _check_apart([place for *_, place in of_ranks])
+        if compression is not None:
+            hook = Compressor(compression, data, arguments.op, shared.named_parameters())
             await hook.open()
         if parts_of(coll).registry.elastic is not None:
-            state = (*state, joined)
-            check_kinds([kinds for _, kinds, _ in told])
-        furthest = await _share_furthest(data, shared, state, [steps for steps, *_ in told])
+            states = (*states, joined)
+            check_kinds([kinds for _, kinds, _ in of_ranks])
+        furthest = await _share_furthest(data, shared, states, [steps for steps, *_ in of_ranks])
         # Nothing suspends from the write of the state to `admit`.
         reducer = Reducer(data, status, shared, op=arguments.op, sizes=arguments.sizes, hook=hook)
     except BaseException as error:
@@ -113,13 +151,13 @@ async def open_with_others(
     reducer.steps.alike(furthest)
     stream = HostStream(f"compute {data.name}")
     await stream.__aenter__()
-    binding = Binding(coll, side, shared, reducer, stream)
+    binding = Binding(coll, side, arguments, settings, joined, reducer, stream)
     parts_of(status).registry.members.admit(status, binding)
     return binding
 
 
 async def _share_furthest(
-    coll: Communicator, shared: Shared, state: Sequence[Stateful], steps: Sequence[int | None]
+    coll: Communicator, shared: Shared, states: Sequence[Stateful], steps: Sequence[int | None]
 ) -> int:
     """Give all ranks the state of the first rank that has made most `steps`, and return that number.
 
@@ -128,7 +166,7 @@ async def _share_furthest(
     most = max((count for count in steps if count is not None), default=None)
     if most is None:
         raise RuntimeError("the optimizer of each rank has raised within its step: load the last checkpoint first")
-    await share_state(coll, steps.index(most), named_state(shared), state)
+    await share_state(coll, steps.index(most), named_state(shared), states)
     return most
 
 
