@@ -147,7 +147,10 @@ class DataParallel(MadeTogether, ModuleLike):
         Cost: that of `create`, a broadcast of `state`, and memory for the received state until it is complete.
 
         """
-        self._binding = await open_again(self._binding, coll, state)
+        before, self._binding = self._binding, await open_again(self._binding, coll, state)
+        for driver in state if self._binding is not before else ():
+            if isinstance(driver, Recovering):
+                driver.resume()
 
     def configure(self, **changes: Unpack[Changes]) -> StepSettings:
         """Change settings of `step`, from the next step on, and return all settings.
@@ -209,18 +212,17 @@ class DataParallel(MadeTogether, ModuleLike):
                 then returns the sum of the k losses, and a list with the aux of each function (None for a function
                 without). For a mean, have each function divide its loss by k.
             opt: An optimizer of torch with parameters of this net, or a driver such as `PipelinedOptimizer`.
-            *args: Arguments of `forward`, as are `kwargs`.
+            *args: Arguments of `forward`.
+            **kwargs: Keyword arguments of `forward`.
 
         Raises:
             ValueError: Before anything is computed, if `opt` has no parameter of this net.
             RuntimeError: If the step would drop gradients that `no_sync` has accumulated.
-            RemoteError: If forward or backward raised on another rank. No rank has made the step, and the next step
-                works.
+            RemoteError: If forward or backward raised on another rank (this rank's own exception is raised as it is).
+                No rank has made the step, and the next step works.
             MismatchError: On all ranks, if settings, frozen parameters, numbers of steps or loaded states differ, or
                 another rank closes the net (see `join`). If the optimizer raised on some ranks only, every later step
                 raises until all ranks load the same state with `load_state_dict`.
-
-        An exception of `forward`, backward or the optimizer on this rank is raised as it is.
 
         Example:
             ```python
@@ -433,10 +435,7 @@ class DataParallel(MadeTogether, ModuleLike):
 
     @property
     def steps_done(self) -> int:
-        """Number of optimizer steps since the net was made, or a state was loaded, without those that a scaler skipped.
-
-        It continues with `rebind`.
-        """
+        """Number of optimizer steps since `create` or the last load of a state, without steps that a scaler skipped."""
         return self._binding.reducer.steps.total
 
     def statistics(self) -> DataParallelStatistics:

@@ -74,7 +74,7 @@ async def open_first(
 async def open_again(before: Binding, coll: Communicator, state: Sequence[Stateful]) -> Binding:
     """Close `before`, and return the parts of the net on another communicator, or `before` if the net is there.
 
-    `state` are the optimizer and other objects with a state that ranks share.
+    `state` are the optimizer and other objects with a state that ranks share. Drivers then have to `resume`.
     """
     before.check_loop()
     settings, module = before.settings, before.shared.module
@@ -94,7 +94,6 @@ async def open_again(before: Binding, coll: Communicator, state: Sequence[Statef
     await before.compute.stream.aclose()  # its work may still run after an abort
     for device in cuda_devices(module.parameters()):
         torch.cuda.synchronize(device)  # the compute thread had a stream of its own
-    recovering = [each for each in state if isinstance(each, Recovering)]
     retreated = [each.retreat() if isinstance(each, Recovering) else each for each in state]
     states = shared_states("rebind", retreated, settings.per_rank)
     for parameter in module.parameters():
@@ -103,8 +102,6 @@ async def open_again(before: Binding, coll: Communicator, state: Sequence[Statef
     made = before.reducer.steps.whole
     binding = await _open(coll, before.arguments, settings, before.joined, states, kinds, made)
     binding.optimizer = before.optimizer
-    for each in recovering:
-        each.resume()
     return binding
 
 

@@ -1,6 +1,6 @@
 """Compression: codecs for tensors, error feedback, and codecs for Python objects.
 
-`code.nbytes` is what a code weighs. Nothing here unpickles anything, but for `Pickle`, which must be asked for by name.
+`code.nbytes` is the size of a code. Only `Pickle`, which must be chosen by name, unpickles anything.
 """
 
 from aiodist.codecs.base import Codec, ObjectCodec

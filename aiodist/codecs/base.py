@@ -1,8 +1,8 @@
 """The protocol of codecs, and the sixteen bytes that every code begins with.
 
-A code is flat uint8 on the CPU: a head that says which codec made it, of which dtype and how many elements, then what
-the codec wrote. All numbers are little-endian. All that a head says is compared with what the receiver expects before
-anything is read, and no length or index is taken from a code unchecked: damaged and forged codes are a `ValueError`.
+A code is flat uint8 on the CPU: a head with the codec, the dtype and the number of elements, then the codec's payload.
+All numbers are little-endian. The receiver first compares the head with the expected values, and checks every length
+and index in a code: damaged and forged codes raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from aiodist.backends.base import dtype_name
 
 _HEAD = struct.Struct("<BBxxIQ")
 HEAD = _HEAD.size
-"""Bytes before what a codec writes: 16, so that what follows is aligned for every dtype."""
+"""Bytes of the head: 16, so that the payload is aligned for every dtype."""
 
 CHUNK = 1 << 16
-"""Elements that are worked on at a time, in the cache, and share a scale: a part of the formats that have one."""
+"""Elements of a chunk, which fits in the cache. In the formats with scales a chunk has one scale."""
 
 STRETCH = 1 << 17
-"""Elements at a time beside other threads that want the interpreter: what several passes work on stays in the cache.
+"""Elements of several passes that stay in the cache, if other threads want the interpreter.
 
-Each call hands the interpreter over, and waits to have it back: so these are more than CHUNK.
+It is larger than CHUNK, since each call releases the interpreter and waits for it.
 """
 
 SAFE_POWER = 100
-"""Powers of two that float32 has, with room."""
+"""Largest exponent of two that is safe in float32."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What codecs of tensors take."""
+"""Dtypes that codecs of tensors take."""
 
 _DTYPES = (*FLOATS, torch.uint8)
 
@@ -42,13 +42,13 @@ _DTYPES = (*FLOATS, torch.uint8)
 class Codec(Protocol):
     """Makes tensors smaller. Ranks compare its type and its settings: its repr, or without one its public attributes.
 
-    What `decode` returns equals what was encoded only for a codec that says so. `code.nbytes` is what travels.
+    `decode` returns the encoded values only for a lossless codec. `code.nbytes` is the number of sent bytes.
     """
 
     def encode(self, t: Tensor) -> Tensor:
         """Return the code of `t`, one-dimensional: flat uint8 on the CPU, in new memory; `t` stays as it is.
 
-        The code is complete but for dtype and numel. Raises `TypeError` for a dtype that the codec does not take.
+        The receiver also needs dtype and numel. Raises `TypeError` for a dtype that the codec does not take.
         """
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
@@ -59,7 +59,7 @@ class Codec(Protocol):
 
 
 class ObjectCodec(Protocol):
-    """Makes bytes of Python objects, for a parameter server that keeps objects."""
+    """Turns Python objects into bytes, for a parameter server that keeps objects."""
 
     def encode(self, obj: Any) -> Tensor:
         """Return `obj` as flat uint8 on the CPU, in new memory."""
@@ -69,7 +69,7 @@ class ObjectCodec(Protocol):
 
 
 class Kind(IntEnum):
-    """Who made a code. On the wire: numbers are never given twice."""
+    """The codec of a code. These numbers are part of the format, and never change."""
 
     HALF = 1
     TOP_K = 2
@@ -97,12 +97,12 @@ def check_input(t: Tensor, who: str) -> Tensor:
 
 
 def write_head(code: Tensor, kind: Kind, dtype: torch.dtype, numel: int, param: int) -> None:
-    """Write what stands before a code; `param`, 32 bits, is the codec's."""
+    """Write the head of a code; `param` is a number of the codec, of 32 bits."""
     _HEAD.pack_into(code.numpy().data, 0, kind, _DTYPES.index(dtype), param, numel)
 
 
 def framed(payload: Tensor, kind: Kind, dtype: torch.dtype, numel: int, param: int) -> Tensor:
-    """Return the code that has `payload` behind its head."""
+    """Return the code of a head and `payload`."""
     code = torch.cat([torch.empty(HEAD, dtype=torch.uint8, device="cpu"), payload])
     write_head(code, kind, dtype, numel, param)
     return code
@@ -111,10 +111,9 @@ def framed(payload: Tensor, kind: Kind, dtype: torch.dtype, numel: int, param: i
 def parse(
     code: Tensor, kind: Kind, dtype: torch.dtype, numel: int | None, nbytes: int | None = None
 ) -> tuple[int, Tensor]:
-    """Return the codec's number in the head of `code` and what follows; raise ValueError unless it is as expected.
+    """Return `param` of the head of `code`, and the payload; raise ValueError unless the code is as expected.
 
-    `nbytes` is how many bytes must follow; None leaves that to the caller. For `numel` None both are what the
-    head says.
+    `nbytes` is the length of the payload, or None if the caller checks it. With `numel` None the head has both.
     """
     if code.dtype is not torch.uint8 or code.dim() != 1 or code.device.type != "cpu":
         seen = f"{dtype_name(code.dtype)} of shape {tuple(code.shape)} on {code.device}"
@@ -136,12 +135,12 @@ def parse(
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return where sums of many tensors of `dtype` are kept: float32 for 16-bit floats."""
+    """Return the dtype for sums of many tensors of `dtype`: float32 for 16-bit floats."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `t` in `dtype`; what is finite stays finite."""
+    """Return `t` in `dtype`; finite elements stay finite."""
     if t.dtype is dtype:
         return t
     largest = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Codecs without loss: floats by the zlib library, and any Python object, by a codec that the user chose."""
+"""Codecs without loss: floats by the zlib library, and Python objects by pickle or JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from aiodist.streams.memory import bytes_of
 
 @dataclass(frozen=True)
 class Lossless:
-    """What goes in comes out, bit for bit: the first bytes of all elements, then the second ones, and zlib.
+    """A lossless codec of floats: the first bytes of all elements, then the second ones, and so on, by zlib.
 
-    Takes floats; NaN keeps its payload, zero its sign. `level` is zlib's, 1 to 9. It gains little on dense floats, in
-    which all but the exponent is noise: float32 of normal numbers keeps 87 % of its bytes. It is for what repeats, such
-    as zeros. Cost: a core encodes some 50 MB/s, and decodes four times as much; the interpreter is free meanwhile.
+    NaN keeps its payload, zero its sign. `level` is zlib's, 1 to 9. Use it for repeated values, such as zeros: dense
+    floats are mostly noise, and float32 of normal numbers keeps 87 % of its bytes. Cost: a core encodes some 50 MB/s,
+    and decodes four times as much, without the interpreter lock.
     `decode` raises `ValueError` for a code of other dtype, numel or length, and for a damaged one: zlib has a checksum.
     """
 
@@ -44,7 +44,7 @@ class Lossless:
         _, payload = parse(code, Kind.LOSSLESS, dtype, numel)
         nbytes, unpack = numel * dtype.itemsize, zlib.decompressobj()
         try:
-            data = bytearray(unpack.decompress(payload.numpy().data, nbytes + 1))  # a code may claim to be more
+            data = bytearray(unpack.decompress(payload.numpy().data, nbytes + 1))  # a forged code may decode to more
         except zlib.error as error:
             raise ValueError("a code by Lossless that zlib cannot read") from error
         if len(data) != nbytes or not unpack.eof or unpack.unused_data:
@@ -60,7 +60,7 @@ class Pickle:
     """Any picklable object, by pickle protocol 5, its large buffers (numpy arrays) out of band.
 
     **Decoding runs code that the sender chose.** Use it only among ranks that trust one another, and `Json` otherwise.
-    A checksum keeps what was damaged on the way from being unpickled; it is no protection against who means harm.
+    A checksum detects damage, but is no protection against an attacker.
     """
 
     def encode(self, obj: Any) -> Tensor:
@@ -70,8 +70,8 @@ class Pickle:
     def decode(self, code: Tensor) -> Any:
         """Return the object, with memory of its own; **runs code that the sender chose**.
 
-        Raises `ValueError` for a code that `Pickle` did not make or that was damaged, before anything of it runs, and
-        what unpickling raises: the class that is missing here, for example.
+        Raises `ValueError` for a code that `Pickle` did not make or that was damaged, before any of it runs, and the
+        errors of unpickling, for example of a class that is missing here.
         """
         try:
             return pickling.unpack(_payload(Kind.PICKLE, code).clone())
@@ -81,15 +81,15 @@ class Pickle:
 
 @dataclass(frozen=True)
 class Json:
-    """What JSON can say: None, bool, int, float, str, lists, and dicts whose keys are str. Nothing is executed.
+    """JSON of None, bool, int, float, str, lists, and dicts whose keys are str. Decoding executes nothing.
 
-    As `json` has it: tuples come back as lists, keys that are numbers as str, and NaN and infinities do come back.
+    As with `json`, tuples come back as lists, numeric keys as str, and NaN and infinities as they are.
     """
 
     def encode(self, obj: Any) -> Tensor:
         """Return `obj` as flat uint8: 16 bytes and its JSON.
 
-        Raises `TypeError` for what JSON cannot say, `ValueError` for an object that contains itself.
+        Raises `TypeError` for an object outside of JSON, `ValueError` for an object that contains itself.
         """
         text = bytearray(json.dumps(obj, separators=(",", ":")).encode())
         return _checked(Kind.JSON, torch.frombuffer(text, dtype=torch.uint8))

@@ -1,10 +1,9 @@
 """Residuals of lossy codes, sent with the next tensor or in the next difference to the receiver's copy.
 
-A difference is what changed since the last message, for tensors that one side sends again and again, as a server sends
-parameters. The sender remembers what each receiver has. Both sides add the decoded difference to what they hold, with
-the same arithmetic, so they hold the same bits. A message has sixteen bytes of its own before the tensor or the code,
-with a number: a difference is that of the message before it plus one. So a message that was lost or came twice is an
-error.
+Differences are for tensors that one side sends again and again, as a server sends parameters. The sender keeps a copy
+of each receiver's tensor. Both sides add the decoded difference to their copies, with the same arithmetic, so the
+copies have the same bits. A message has sixteen bytes of its own before the tensor or the code, with a number, which is
+one more for each difference. So a lost or repeated message is an error.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _NUMBERS = 1 << 32
 
 
 class ErrorFeedback:
-    """Encodes with `codec`, and adds to each tensor what the codes of its key before it left out.
+    """Encodes with `codec`, and adds to each tensor the residual of the earlier codes of its key.
 
     ```python
     feedback = ErrorFeedback(TopK(0.01))
     code = feedback.encode("layer.weight", grad)    # the receiver decodes with TopK(0.01) alone
     ```
-    At any time the sum of what was decoded plus the residual is the sum of what was put in, to rounding. The residual
-    has the tensor's numel, in its dtype but in float32 for 16-bit floats: that much memory for each key. Where the
-    code decodes to NaN or an infinity the residual becomes zero: one bad gradient is sent, and forgotten.
+    At any time the sum of all decoded tensors plus the residual is the sum of all encoded ones, to rounding. The
+    residual takes memory for each key: numel elements in the tensor's dtype, or in float32 for 16-bit floats. Elements
+    that decode to NaN or an infinity get a residual of zero: one bad gradient is sent, and forgotten.
 
     Different keys may be encoded in different threads, one key in one at a time. Source: Seide et al. 2014, "1-bit
     stochastic gradient descent", doi:10.21437/Interspeech.2014-274; why it converges: Karimireddy et al. 2019,
@@ -46,8 +45,8 @@ class ErrorFeedback:
     def encode(self, key: Hashable, t: Tensor) -> Tensor:
         """Return the code of `t`, flat floats, plus the residual of `key`, and keep the new residual.
 
-        Raises `ValueError` when `key` had another numel or dtype before, and what the codec raises; nothing has
-        changed then. Cost: one encoding, one decoding and four passes.
+        Raises `ValueError` if `key` had another numel or dtype before, and the errors of the codec; the residual then
+        stays. Cost: one encoding, one decoding and four passes.
         """
         t = check_input(t, type(self).__name__)
         total = self._with_residual(key, t)
@@ -57,12 +56,12 @@ class ErrorFeedback:
         return code
 
     def residual(self, key: Hashable) -> Tensor | None:
-        """Return a copy of what is still to be sent for `key`, flat; None before its first tensor."""
+        """Return a copy of the residual of `key`, flat, or None before its first tensor."""
         found = self._residuals.get(key)
         return None if found is None else found.clone()
 
     def replace(self, key: Hashable, residual: Tensor | None) -> None:
-        """Have a copy of this be what is still to be sent for `key`; None is nothing."""
+        """Replace the residual of `key` by a copy of this one, or by nothing."""
         if residual is None:
             self._residuals.pop(key, None)
         else:
@@ -83,7 +82,7 @@ class ErrorFeedback:
 
 
 class _Held(NamedTuple):
-    """What a receiver has: 16-bit floats in float32, so that small differences add up."""
+    """The copy of a receiver, in float32 for 16-bit floats, so that small differences add up."""
 
     value: Tensor
     dtype: torch.dtype
@@ -101,21 +100,21 @@ class _Held(NamedTuple):
 
 
 class Outgoing:
-    """The sender's side: keeps what each receiver has of each key, and encodes the difference to it.
+    """The sender's side: keeps a copy of each receiver's tensors, and encodes the difference to it.
 
     ```python
     outgoing, incoming = Outgoing(QSGD(bits=8)), Incoming(QSGD(bits=8))    # at the server; at the worker
     code = outgoing.encode(worker, "layer.weight", weight)
-    incoming.decode("layer.weight", code, weight.dtype, weight.numel())    # bit for bit what `held` says
+    incoming.decode("layer.weight", code, weight.dtype, weight.numel())    # the same bits as `held`
     ```
-    The first message of a (receiver, key) is the tensor itself; so is each one where NaN or infinities are about, or
-    where the code would be no smaller. While the tensor stands still, what the receiver has converges to it, up to the
-    rounding of one addition. Every message must reach the receiver, once and in order; when the receiver starts again,
-    `forget` it, and the next message is whole.
+    The first message of a (receiver, key) is the tensor itself, as is each message with NaN or infinities, or without
+    a smaller code. While the tensor stays the same, the receiver's copy converges to it, up to the rounding of one
+    addition. Every message must reach the receiver, once and in order. `forget` a receiver that starts again, and the
+    next message is whole.
 
     Memory: for each receiver and key numel elements, in float32 for 16-bit floats. Keys may be encoded in different
-    threads, one (receiver, key) in one at a time. Source: differences to what the other side has, Mishchenko et al.
-    2019, "DIANA", arXiv:1901.09269; compressing both ways, Tang et al. 2019, "DoubleSqueeze", arXiv:1905.05957.
+    threads, one (receiver, key) in one at a time. Source: differences to the other side's copy, Mishchenko et al. 2019,
+    "DIANA", arXiv:1901.09269; compression in both directions, Tang et al. 2019, "DoubleSqueeze", arXiv:1905.05957.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -124,14 +123,14 @@ class Outgoing:
         self._streams = itertools.count()
 
     def encode(self, receiver: Hashable, key: Hashable, t: Tensor) -> Tensor:
-        """Return the message for `receiver`, flat uint8, that brings what it has of `key` towards `t`, flat floats.
+        """Return the message for `receiver`, flat uint8, that brings its copy of `key` towards `t`, flat floats.
 
-        Raises what the codec raises; nothing has changed then. Cost: one encoding, one decoding and four passes.
+        Raises the errors of the codec; the copies then stay. Cost: one encoding, one decoding and four passes.
         """
         t = check_input(t, type(self).__name__)
         held = self._held.get((receiver, key))
         if held is not None and held.fits(t.dtype, t.numel()):
-            # In float32 the difference of two 16-bit floats is right to rounding; what saturates comes with the next.
+            # In float32 the difference of two 16-bit floats is right to rounding. The next code has the saturated rest.
             code = self.codec.encode(saturated(t - held.value, t.dtype))
             now = held.after(self.codec.decode(code, t.dtype, t.numel()))
             if code.nbytes < t.nbytes and bool(now.value.sum().isfinite()):
@@ -142,19 +141,19 @@ class Outgoing:
         return now.message(Kind.WHOLE, bytes_of(t.contiguous()))
 
     def held(self, receiver: Hashable, key: Hashable) -> Tensor | None:
-        """Return a copy of what `receiver` has of `key`, as it decoded it, flat; None when it has nothing."""
+        """Return `receiver`'s decoded tensor of `key`, flat, in new memory, or None before its first message."""
         found = self._held.get((receiver, key))
         return None if found is None else found.value.to(found.dtype, copy=True)
 
     def forget(self, receiver: Hashable, key: Hashable | None = None) -> None:
-        """Drop what is known of `receiver`, or of one key of it: its next message is whole."""
-        for known in list(self._held):  # a copy at once: other threads may encode
+        """Drop the copies of `receiver`, or of one key of it: its next message is whole."""
+        for known in list(self._held):  # a copy, since other threads may encode
             if known[0] == receiver and key in (None, known[1]):
                 self._held.pop(known, None)
 
 
 class Incoming:
-    """The receiver's side of `Outgoing`, with the same codec: keeps what it has of each key.
+    """The receiver's side of `Outgoing`, with the same codec: keeps a copy of each key.
 
     Keys of two senders must differ. Memory: for each key numel elements, in float32 for 16-bit floats.
     """
@@ -164,10 +163,10 @@ class Incoming:
         self._held: dict[Hashable, _Held] = {}
 
     def decode(self, key: Hashable, message: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return what the sender's `held` says for `key`, flat, in new memory.
+        """Return the sender's `held` of `key`, flat, in new memory.
 
-        Raises `ValueError` for a damaged message, for one of other dtype or numel, and for a difference that does not
-        follow on what was decoded last. Nothing has changed then. Cost: one decoding and two passes.
+        Raises `ValueError` for a damaged message, for another dtype or numel, and for a difference to another message
+        than the last one; the copy then stays. Cost: one decoding and two passes.
         """
         held = self._held.get(key)
         if message.numel() and message.dtype is torch.uint8 and int(message.view(-1)[0]) == Kind.WHOLE:
@@ -185,5 +184,5 @@ class Incoming:
         return now.value.to(dtype, copy=True)
 
     def forget(self, key: Hashable) -> None:
-        """Drop what is held of `key`: the sender must `forget` this receiver too."""
+        """Drop the copy of `key`: the sender must `forget` this receiver too."""
         self._held.pop(key, None)

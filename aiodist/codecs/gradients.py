@@ -1,7 +1,7 @@
-"""Codecs in collectives: what the ranks exchange so that each has the sum of all their gradients.
+"""Codecs in collectives: the exchange that gives each rank the sum of the gradients of all.
 
-An exchange is a generator that does no I/O: it yields what is to be added up or gathered, and is sent the answer. All
-ranks yield the same, in the same order. `nn/compression` drives it.
+An exchange is a generator that does no I/O: it yields tensors to add up or to gather, and is sent the answers. All
+ranks yield the same requests, in the same order. `nn/compression` drives it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from aiodist.codecs.base import HEAD, Codec, Kind, check_input, parse, write_hea
 
 
 class Sum(NamedTuple):
-    """Add up `tensor` over all ranks, in place; the answer is not looked at."""
+    """Add up `tensor` over all ranks, in place; the answer is ignored."""
 
     tensor: Tensor
     op: Literal["sum", "max"] = "sum"
 
 
 class NarrowSum(NamedTuple):
-    """Add up 16-bit floats of all ranks in float32; `factor` times it goes to `out`; answered by a `RoundingLoss`."""
+    """Add up 16-bit floats of all ranks in float32, and write `factor` times the sum to `out`.
+
+    The answer is a `RoundingLoss`.
+    """
 
     tensor: Tensor
     out: Tensor
-    """Flat, of a dtype in which sums of `tensor` fit."""
+    """A flat tensor of a dtype that holds sums of `tensor`."""
     factor: float = 1.0
 
 
 class RoundingLoss(NamedTuple):
-    """What sums lost where they were rounded once more on their way: each element of it is told to one rank alone."""
+    """The loss of sums that were rounded before they were sent. Each element of it goes to one rank."""
 
     start: int
-    """Where in the sum `rest` lies."""
+    """Index of `rest` in the sum."""
     rest: Tensor
-    """The sum less what it was rounded to."""
+    """The sum minus the rounded sum."""
 
 
 class Gather(NamedTuple):
@@ -54,24 +57,24 @@ Exchange = Generator[Sum | NarrowSum | Gather, Any, None]
 
 @dataclass
 class Gradients:
-    """What is reduced together, on one rank; everything is flat, contiguous and on the CPU."""
+    """Gradients that are reduced together, on one rank: flat, contiguous and on the CPU."""
 
     total: Tensor
-    """What this rank brings, its residual too. With `feedback` the codec takes off what its code says of it."""
+    """The gradients of this rank plus its residual. With `feedback` the codec subtracts the decoded code."""
     out: Tensor
-    """Where `factor` times the sum of all ranks goes; of the dtype of `total`, maybe `total` without `feedback`."""
+    """Output, `factor` times the sum of all ranks, in the dtype of `total`; without `feedback` maybe `total` itself."""
     shapes: Sequence[tuple[int, ...]]
-    """Of the parameters, one behind the other, each as it lies in memory."""
+    """Shapes of the parameters in memory, in the order of the flat tensor."""
     names: Sequence[str]
-    """Theirs."""
+    """Names of the parameters."""
     size: int
-    """How many ranks exchange."""
+    """Number of ranks."""
     factor: float = 1.0
-    """By which the sum is multiplied: 1 over the number of ranks, for a mean."""
+    """Factor of the sum: 1 over the number of ranks for a mean."""
     number: int = 0
-    """How many exchanges went before; the same on all ranks."""
+    """Number of earlier exchanges, the same on all ranks."""
     feedback: bool = True
-    """What `total` holds in the end is kept for the next time."""
+    """True keeps the rest of `total` for the next exchange."""
 
     def pieces(self, of: Tensor) -> list[Tensor]:
         """Return the parts of `total` or `out` that belong to the parameters, flat."""
@@ -79,42 +82,42 @@ class Gradients:
 
 
 class GradientCodec:
-    """A codec that says how its codes are put together; by default each rank gathers those of all, and adds up.
+    """A codec that defines how ranks combine its codes; by default each rank gathers all codes, and adds them up.
 
-    Derive from it, beside `encode` and `decode`, where there is a better way. Any other `Codec` is wrapped in one.
+    Derive from it for a better exchange than that. Any other `Codec` is wrapped in one.
     """
 
     unbiased: ClassVar[bool] = False
-    """The mean of many codes is what was encoded, so that no residual is needed."""
+    """True if the mean of many codes equals the encoded tensor, so that no residual is needed."""
     elementwise: ClassVar[bool] = False
-    """An element's code depends on no other element, so parts of a large bucket may be exchanged apart."""
+    """True if an element's code depends on no other element, so parts of a large bucket may be exchanged apart."""
     sums: bool = True
-    """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
+    """True if `combine` adds up; else all ranks keep equal parts of its difference to the sum of the codes."""
 
     def encode(self, t: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Return the code of `t`, as `Codec.encode`."""
         raise NotImplementedError
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """See `Codec`."""
+        """Return the tensor, as `Codec.decode`."""
         raise NotImplementedError
 
     def encode_next(self, t: Tensor, number: int) -> Tensor:
-        """Return the code of `t` in the exchange of this `number`, by which a codec draws that draws at random."""
+        """Return the code of `t` in the exchange of this `number`, which seeds the draws of a random codec."""
         return self.encode(t)
 
     def add(self, code: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """Add `alpha` times what `code` says to `out`, flat; raises as `decode`."""
+        """Add `alpha` times the decoded `code` to `out`, flat; raises as `decode`."""
         out.add_(self.decode(code, out.dtype, out.numel()), alpha=alpha)
 
     def combine(self, codes: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
-        """Write to `out`, flat, `factor` times what the codes of all ranks come to: their sum, by default."""
+        """Write to `out`, flat, `factor` times the combined codes of all ranks: their sum, by default."""
         out.zero_()
         for code in codes:
             self.add(code, out, factor)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
-        """Bring the sum of all ranks to `gradients.out`; `kept` is what this codec remembers, by parameter."""
+        """Write the sum of all ranks to `gradients.out`; `kept` is the codec's own state, by parameter."""
         code = self.encode_next(gradients.total, gradients.number)
         if gradients.feedback:
             self.add(code, gradients.total, -1.0)
@@ -139,7 +142,7 @@ class Gathered(GradientCodec):
 
 
 class FloatCodec(GradientCodec):
-    """The base of all that are here: a code is a head, and as many bytes as numel and dtype say.
+    """Base of the codecs of this package: the length of a code depends only on numel and dtype.
 
     Takes float16, bfloat16, float32 and float64; any other dtype is a `TypeError`. `decode` raises `ValueError` for a
     code of another codec, dtype, numel or length.
@@ -161,24 +164,24 @@ class FloatCodec(GradientCodec):
         return self.read(payload, dtype, numel, param)
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return how many bytes stand behind the head."""
+        """Return the number of bytes after the head."""
         raise NotImplementedError
 
     def write(self, t: Tensor, payload: Tensor, number: int) -> int:
-        """Fill `payload`; return the number that the head has for `read`."""
+        """Fill `payload`; return the number in the head for `read`."""
         raise NotImplementedError
 
     def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
-        """Return what `write` was given; `payload` has the right length, and nothing else of it was checked."""
+        """Return the tensor of `write`; the length of `payload` is right, and nothing else in it was checked."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DrawingCodec(FloatCodec):
-    """One that draws at random: each call anew, the same for the same `seed` and calls.
+    """A codec with random draws, which are the same for the same `seed` and number of the call.
 
-    A copy begins at the first call. Exchanges of gradients draw by their number, so training that goes on from a
-    checkpoint draws what it would have drawn.
+    A copy begins at the first call. Exchanges of gradients draw by their number, so training that continues from a
+    checkpoint draws the same values as without the interruption.
     """
 
     seed: int = field(default=0, kw_only=True)

@@ -16,7 +16,7 @@ from aiodist.codecs.gradients import Exchange, FloatCodec, Gather, Gradients, Su
 
 @dataclass(frozen=True)
 class _LowRank(FloatCodec):
-    """What both have in common: the code is the two factors of a matrix M ≈ A Bᵀ, of `rank` columns each.
+    """Base of both codecs: the code is the two factors of a matrix M ≈ A Bᵀ, of `rank` columns each.
 
     A flat tensor counts as the matrix nearest to a square that has room for it.
     """
@@ -25,7 +25,7 @@ class _LowRank(FloatCodec):
     rank: int = 4
     seed: int = 0
     _rounds: ClassVar[int]
-    """How often the basis is multiplied with M Mᵀ before it is used."""
+    """Number of multiplications of the basis with M Mᵀ before its use."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -50,7 +50,7 @@ class _LowRank(FloatCodec):
         return whole.view(-1)[:numel].to(dtype, copy=True)
 
     def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B, which share the magnitude of the matrix: so neither leaves the dtype."""
+        """Return A and B, which share the magnitude of the matrix, so that neither overflows."""
         exponent = exponent_of(matrix, 0)
         a, b = self._factored(times_power(matrix, exponent))
         return times_power(a, -(exponent // 2)), times_power(b, exponent // 2 - exponent)
@@ -70,15 +70,15 @@ class _LowRank(FloatCodec):
 
 @dataclass(frozen=True)
 class PowerSGD(_LowRank):
-    """One step of power iteration a time towards the best product of two matrices with `rank` columns.
+    """The best product of two matrices with `rank` columns, by one step of power iteration for each exchange.
 
-    In collectives the ranks add up M Q and, once that is orthogonalised, Mᵀ P; Q is where the next step begins (warm
-    start). So what travels are two sums of rank * (rows + columns) elements in all, however many ranks there are.
-    Tensors of one dimension, and matrices that would shrink to no less than half, travel as they are, beside the first.
-    By itself (`encode`, as a parameter server uses it) it begins from `seed` and makes two steps.
+    In collectives the ranks add up M Q, orthogonalise the sum to P, and add up Mᵀ P. The next step begins with Q (warm
+    start). So the ranks send two sums of rank * (rows + columns) elements in all, for any number of ranks. Tensors of
+    one dimension, and matrices that would not shrink to half, are sent uncompressed, with the first sum. Without
+    collectives (`encode`, as a parameter server uses it) it begins from `seed` and makes two steps.
 
-    The residual of all ranks together is what the product left out; so use it with one. A NaN anywhere in a matrix
-    comes out as NaN, and so may, in collectives, a matrix whose norm is near the end of its dtype. Cost: three
+    The residuals of all ranks together are the error of the product, so use it with residuals. A NaN anywhere in a
+    matrix comes out as NaN, and so may, in collectives, a matrix whose norm is near the end of its dtype. Cost: three
     multiplications of the matrix with `rank` columns, and one more with a residual. Source: Vogels, Karimireddy, Jaggi
     2019, "PowerSGD", arXiv:1905.13727, algorithm 1 and 2.
     """
@@ -122,7 +122,7 @@ class PowerSGD(_LowRank):
         return 2 * min(self.rank, rows, columns) * (rows + columns) < rows * columns
 
     def _basis(self, matrix: Tensor, kept: Tensor | None) -> Tensor:
-        """Return where the iteration begins: what it ended with, unless that says nothing."""
+        """Return the start of the iteration: the end of the last one, unless that is useless."""
         shape = (matrix.shape[1], min(self.rank, *matrix.shape))
         if kept is not None and kept.shape == shape and bool(kept.isfinite().all()) and bool(kept.any()):
             return _near_one(kept.to(matrix.dtype))
@@ -172,7 +172,7 @@ class SVD(_LowRank):
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return tensors side by side in one flat one, and the parts of it that have their shapes."""
+    """Return a flat tensor of all elements, and its parts in the shapes of the tensors."""
     flat = torch.cat([t.reshape(-1) for t in tensors])
     return flat, _cut(flat, tensors)
 
@@ -206,10 +206,10 @@ def _orthogonal(t: Tensor) -> Tensor:
 
 
 def _times(matrix: Tensor, q: Tensor) -> Tensor:
-    """Return matrix q; several times as fast where the columns of a thin q lie in one piece each."""
+    """Return matrix q; several times as fast if the columns of a thin q are contiguous."""
     return matrix @ q.T.contiguous().T
 
 
 def _transposed(matrix: Tensor, p: Tensor) -> Tensor:
-    """Return matrixᵀ p, in the order that is fast where p is thin."""
+    """Return matrixᵀ p, in the order that is fast for a thin p."""
     return (p.T.contiguous() @ matrix).T

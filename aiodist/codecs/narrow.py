@@ -28,9 +28,9 @@ from aiodist.codecs.base import (
 )
 from aiodist.codecs.gradients import DrawingCodec, Exchange, FloatCodec, Gradients, NarrowSum, RoundingLoss, Sum
 
-_BIAS = 1 << 16  # exponents travel as unsigned numbers
+_BIAS = 1 << 16  # exponents are sent as unsigned numbers
 _LARGEST = 1200  # float64's are between -1074 and 1023
-_TOP = 15  # what is sent is below 2**15: rounding up does not overflow
+_TOP = 15  # sent values are below 2**15, so that rounding up does not overflow
 _BELOW = 2.0**15 - 2.0**4  # the last float16 below
 _LEVELS = 127  # of Int8, of either sign
 
@@ -48,7 +48,7 @@ class Half(FloatCodec):
     sign of zero is kept.
 
     In collectives the ranks agree on one exponent, with which their sum is in the range, too. They add up in float32,
-    and from three ranks on the sum is rounded once more. What all that loses is in a residual. Cost: three passes to
+    and from three ranks on the sum is rounded once more. The residual has all these losses. Cost: three passes to
     encode, two to decode. The scaling is that of mixed-precision training, applied to each message: Micikevicius et al.
     2018, arXiv:1710.03740.
     """
@@ -71,7 +71,7 @@ class Half(FloatCodec):
         return halves.clone() if dtype is torch.float16 else times_power(halves, -exponent, to=wide(dtype)).to(dtype)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
-        """See `GradientCodec`: the ranks agree on an exponent with which their sum does not overflow, and add up."""
+        """Add up with an exponent that all ranks agree on, so that the sum does not overflow."""
         total, room = gradients.total, (gradients.size - 1).bit_length()
         mine = exponent_of(total, _TOP) if bool(total.any()) else _LARGEST
         scale = torch.tensor([-mine], dtype=torch.int32, device="cpu")
@@ -94,9 +94,9 @@ class Half(FloatCodec):
 class BFloat16(FloatCodec):
     """bfloat16: 16 + 2 numel bytes, eight bits of each element, over the range of float32.
 
-    The relative error of an element is at most 2**-8; NaN stays NaN, infinities stay infinities, and what rounds to no
-    bfloat16, from 3.3962e38 on, becomes one. In collectives the ranks add up in float32; from three ranks on the sum is
-    rounded once more, and what that loses is in a residual too. Cost: one pass each way. Source: Kalamkar et al. 2019,
+    The relative error of an element is at most 2**-8; NaN stays NaN, infinities stay infinities, and values from
+    3.3962e38 on become one. In collectives the ranks add up in float32; from three ranks on the sum is rounded once
+    more, and the residual has that loss too. Cost: one pass each way. Source: Kalamkar et al. 2019,
     arXiv:1905.12322.
     """
 
@@ -115,7 +115,7 @@ class BFloat16(FloatCodec):
         return saturated(narrow.float(), dtype) if dtype is torch.float16 else narrow.to(dtype, copy=True)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
-        """See `GradientCodec`: the codes add up."""
+        """Add up the codes of all ranks."""
         narrow = torch.empty(gradients.total.numel(), dtype=torch.bfloat16, device="cpu")
         room = torch.empty(min(STRETCH, narrow.numel()), dtype=gradients.total.dtype, device="cpu")
         for values, to in zip(gradients.total.split(STRETCH), narrow.split(STRETCH), strict=True):
@@ -128,12 +128,12 @@ class BFloat16(FloatCodec):
 
 
 def _account_for(lost: RoundingLoss, total: Tensor, exponent: int) -> None:
-    """Keep what the sum of all ranks lost in its part of this rank, times 2**exponent."""
+    """Add this rank's part of the loss of the sum to the residual, times 2**exponent."""
     total[lost.start :][: lost.rest.numel()].add_(times_power(lost.rest, exponent, to=total.dtype))
 
 
 def _scaled(t: Tensor, exponent: int) -> Tensor:
-    """Return t * 2**exponent; what is finite does not round to a float16 that leaves the dtype when it comes back."""
+    """Return t * 2**exponent; finite values do not round to a float16 that overflows the dtype when decoded."""
     scaled = times_power(t, exponent)
     if exponent > _TOP - math.frexp(torch.finfo(t.dtype).max)[1]:
         return scaled
@@ -144,7 +144,7 @@ def _scaled(t: Tensor, exponent: int) -> Tensor:
 
 
 class _Scaled(FloatCodec):
-    """What both have in common: the scales of all chunks, then the bytes of each. One pass over memory each way."""
+    """Base of both codecs: the scales of all chunks, then the bytes of each. One pass over memory each way."""
 
     bits: ClassVar[int]
 
@@ -168,21 +168,21 @@ class _Scaled(FloatCodec):
             to.add_(self.spread(chunk, alpha * scale, wide(out.dtype))[: to.numel()])
 
     def combine(self, codes: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
-        """See `GradientCodec`: in one pass over `out`, a chunk of all codes at a time."""
+        """Combine a chunk of all codes at a time, in one pass over `out`."""
         for chunks in zip(*(self._chunks(self._payload(code, out), out) for code in codes), strict=True):
             to = chunks[0][2]
             total = self.joined([(chunk, factor * scale) for chunk, scale, _ in chunks], wide(out.dtype))
             to.copy_(total[: to.numel()])
 
     def joined(self, chunks: Sequence[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
-        """Return what the same chunk of all ranks comes to."""
+        """Return the combined chunk of all ranks."""
         total = self.spread(*chunks[0], dtype)
         for chunk, scale in chunks[1:]:
             total.add_(self.spread(chunk, scale, dtype))
         return total
 
     def squeeze(self, values: Tensor, to: Tensor) -> float:
-        """Write the bytes of a chunk to `to`; return its scale, NaN where an element is not finite."""
+        """Write the bytes of a chunk to `to`; return its scale, or NaN if an element is not finite."""
         raise NotImplementedError
 
     def spread(self, chunk: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -193,7 +193,7 @@ class _Scaled(FloatCodec):
         return parse(code, self.kind, out.dtype, out.numel(), self.nbytes(out.numel(), out.dtype))[1]
 
     def _chunks(self, payload: Tensor, like: Tensor) -> Iterator[tuple[Tensor, float, Tensor]]:
-        """Yield the bytes of each chunk, its scale, and the part of `like` that it is of."""
+        """Yield the bytes of each chunk, its scale, and its part of `like`."""
         scales, chunks = self._parts(payload, like.numel(), wide(like.dtype))
         return zip(chunks, scales.tolist(), like.split(CHUNK), strict=False)
 
@@ -233,7 +233,7 @@ class Int8(_Scaled):
 
 @dataclass(frozen=True)
 class Sign(_Scaled):
-    """The sign of each element, times the mean magnitude of the 65,536 that it lies among; the sign of zero is plus.
+    """The sign of each element, times the mean magnitude of its chunk of 65,536; the sign of zero is plus.
 
     The code has 16 + numel/8 bytes and 4 for each chunk (8 for float64): a thirty-second of float32. With `vote`
     the ranks of a collective take the sign that most of them have, zero where they are even, times the mean of their
@@ -264,7 +264,7 @@ class Sign(_Scaled):
         return (_signs(dtype) * scale).index_select(0, chunk.int()).view(-1)
 
     def joined(self, chunks: Sequence[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
-        """See `_Scaled`; with `vote` the sign of the majority, times the sum of the scales."""
+        """Combine the chunk of all ranks; with `vote` the sign of the majority, times the sum of the scales."""
         if not self.vote:
             return super().joined(chunks, dtype)
         votes = super().joined([(chunk, 1.0) for chunk, _ in chunks], dtype)
@@ -287,7 +287,7 @@ class QSGD(DrawingCodec):
     """Stochastic rounding to s = 2**(bits-1) - 1 levels of either sign, for each bucket of elements: unbiased.
 
     Each `bucket` of elements has a scale, its largest magnitude m; an element v becomes m/s times one of the two
-    integers beside v*s/m, the nearer the likelier, so that its expectation is v (up to 2**-24 m/s, and the rounding of
+    integers around v*s/m, the nearer the likelier, so that its expectation is v (up to 2**-24 m/s, and the rounding of
     the dtype itself). The error of an element is below m/s. `bits` is 2, 4 or 8: s = 1, 7 or 127. The code has
     16 + numel*bits/8 bytes and 4 for each bucket (8 for float64): for 4 bits and buckets of 512 an eighth of float32.
     A bucket that holds NaN or an infinity decodes to NaN throughout; other buckets are not touched by it.
@@ -354,7 +354,7 @@ class QSGD(DrawingCodec):
         seed = int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1))
         y = rows.div_(torch.where(largest == 0, 1.0, largest).unsqueeze(1)).mul_(self.levels).view(-1)
         if not bool(largest.sum().isfinite()):
-            y.nan_to_num_(0.0, 0.0, 0.0)  # the scale makes NaN of it
+            y.nan_to_num_(0.0, 0.0, 0.0)  # the scale turns it into NaN
         below = y.floor()
         drawn = torch.rand(y.numel(), dtype=y.dtype, device="cpu", generator=torch.Generator().manual_seed(seed))
         return below.add_(drawn < y.sub_(below)).add_(self.levels).to(torch.uint8)

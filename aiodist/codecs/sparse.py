@@ -1,4 +1,4 @@
-"""A few elements only: the largest, or some that are drawn at random, the same ones on all ranks."""
+"""A few elements only: the largest, or random ones, which are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aiodist.codecs.base import Kind, parse, part, wide
 from aiodist.codecs.gradients import DrawingCodec, Exchange, FloatCodec, Gradients, Sum
 
 _DRAWS = 1 << 32
-_STRIDE = 61  # of the sample: no power of two, as the lengths of rows are
-_FEWEST = 64  # of the sample, that exceed the threshold
+_STRIDE = 61  # stride of the sample: no power of two, since lengths of rows are
+_FEWEST = 64  # least number of elements of the sample above the threshold
 _PART = 1 << 18  # elements at a time, in the cache
 
 
@@ -57,7 +57,7 @@ class TopK(FloatCodec):
         return decoded
 
     def add(self, code: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """See `GradientCodec`: in linear time of what is kept."""
+        """Add the kept elements, in linear time of their number."""
         _, payload = parse(code, self.kind, out.dtype, out.numel(), self.nbytes(out.numel(), out.dtype))
         out.index_add_(0, *self._found(payload, out.dtype, out.numel()), alpha=alpha)
 
@@ -74,14 +74,14 @@ class TopK(FloatCodec):
 
 @dataclass(frozen=True)
 class RandomK(DrawingCodec):
-    """One element out of each of k stretches of equal length, drawn anew each time; the rest decodes to zero.
+    """One random element out of each of k stretches of equal length, drawn for each code; the rest decodes to zero.
 
-    `ratio`, in (0, 1], is the part that is kept: k = round(ratio * numel), at least one element. `seed` and a number
-    say which ones (`DrawingCodec`), so no index travels: the code has 16 + k * itemsize bytes, and codes of one number
-    add up, so collectives reduce k elements and nothing else. What is kept is exact; with `scaled` it is multiplied by
-    the length of its stretch, which makes the code unbiased, and ends at the largest number of the dtype. Use it
-    without `scaled` where a residual is kept. Where NaN or an infinity is about, all that is kept is NaN, so that it is
-    not hidden. Cost: one pass to encode, one to decode. Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with
+    `ratio`, in (0, 1], is the kept part: k = round(ratio * numel), at least one element. `seed` and a number choose the
+    elements (`DrawingCodec`), so no index is sent: the code has 16 + k * itemsize bytes, and codes of one number add
+    up, so collectives reduce k elements and nothing else. Kept elements are exact. With `scaled` they are multiplied by
+    the length of their stretch, which makes the code unbiased, and saturate at the largest number of the dtype. Use it
+    without `scaled` if a residual is kept. If the tensor has NaN or an infinity, all kept elements are NaN, so that it
+    is not hidden. Cost: one pass to encode, one to decode. Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with
     memory", arXiv:1809.07599.
     """
 
@@ -111,7 +111,7 @@ class RandomK(DrawingCodec):
         return decoded
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
-        """See `GradientCodec`: the ranks add up what they have at the same places."""
+        """Add up the elements that all ranks have at the same places."""
         total, out = gradients.total, gradients.out
         places, lengths = self._draw(gradients.number % _DRAWS, total.numel())
         values = _taken(total, places)
@@ -127,7 +127,7 @@ class RandomK(DrawingCodec):
         out[places] = values
 
     def _draw(self, number: int, numel: int) -> tuple[Tensor, Tensor]:
-        """Return which elements are kept, ascending, and how long the stretch of each is."""
+        """Return the indices of the kept elements, ascending, and the length of the stretch of each."""
         count = _share(self.ratio, numel)
         starts = np.arange(count + 1, dtype=np.int64) * numel // max(count, 1)
         random = np.random.default_rng((self.seed, number))
@@ -136,7 +136,7 @@ class RandomK(DrawingCodec):
 
 
 def _share(ratio: float, numel: int) -> int:
-    """Return how many of `numel` elements are kept; raise ValueError unless `ratio` is in (0, 1]."""
+    """Return the number of kept elements of `numel`; raise ValueError unless `ratio` is in (0, 1]."""
     if not 0.0 < ratio <= 1.0:
         raise ValueError(f"ratio={ratio}: expected more than 0 and at most 1")
     return min(numel, max(1, round(ratio * numel)))
@@ -162,9 +162,9 @@ def _largest(t: Tensor, kept: int) -> Tensor:
 
 
 def _candidates(t: Tensor, kept: int) -> Tensor | None:
-    """Return the indices of the `kept` largest and a few more, ascending; None where that would save nothing.
+    """Return the indices of the `kept` largest and a few more, ascending, or None if that would save nothing.
 
-    A sample says which magnitude so many exceed; if it was wrong, all are looked at.
+    A sample gives the magnitude that about `kept` elements exceed. If the sample was wrong, all elements are compared.
     """
     numel = t.numel()
     expected = kept / numel * (sampled := numel // _STRIDE)

@@ -1,4 +1,4 @@
-"""One batch: from the loader through network and criterion; and means of its metrics."""
+"""One batch: from the loader through network and criterion, with the means of its metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS = "loss"
 Metric = Callable[[Any, Any], "Tensor | float"]
 """Returns a number of one batch, of its output and target: the mean over its samples."""
 Sums = tuple[float, dict[str, float]]
-"""The weight of all batches, and by name the sum of their values, each times its weight."""
+"""The weight of all batches, and the weighted sum of each metric by name."""
 Loader = Iterable[Any] | AsyncIterable[Any] | Prefetch[Any]
 Criterion = Callable[[Any, Any], "Tensor | tuple[Tensor, Any]"]
 """Returns the loss of an output and its target, or `(loss, aux)`."""
@@ -48,13 +48,13 @@ class WithCriterion(nn.Module):
 
 
 class Meter:
-    """Measures one epoch on this rank; `add` belongs to the thread that computes."""
+    """Measures one epoch on this rank; the compute thread calls `add`."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = metrics
         self._weight = 0.0
         self._sums: dict[str, Any] = {}
-        """Of Python numbers; of tensors where the values are on a device, which is not waited for."""
+        """Sums by name: Python numbers, or tensors for values on a device, so that the host does not wait."""
 
     def add(self, state: State) -> None:
         assert state.loss is not None
@@ -75,7 +75,7 @@ class Meter:
         return self._weight, {name: float(total) for name, total in self._sums.items()}
 
     def means(self, by_rank: Sequence[Sums]) -> dict[str, float]:
-        """Return each mean over all ranks that the sums are of."""
+        """Return the mean of each metric over all ranks."""
         weight = math.fsum(weight for weight, _ in by_rank)
         totals = {name: math.fsum(sums.get(name, 0.0) for _, sums in by_rank) for name in (LOSS, *self._metrics)}
         return {name: total / weight if weight else math.nan for name, total in totals.items()}
@@ -83,12 +83,12 @@ class Meter:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and what is measured."""
+    """The checked arguments of an engine."""
 
     module: nn.Module
-    """All that is trained."""
+    """The module with all trained parameters."""
     network: Callable[..., Any]
-    """Returns outputs."""
+    """Function that returns outputs."""
     criterion: Criterion | None
     split: Split
     metrics: Mapping[str, Metric]
@@ -96,7 +96,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Batch:
-    """Computes the batch that `state` has, on the thread that computes."""
+    """Computes the batch of `state`, on the compute thread."""
 
     model: Model
     state: State
@@ -105,7 +105,7 @@ class Batch:
     progress: Progress
 
     async def take(self, sample: Any) -> None:
-        """Have the state hold the sample, as the hooks of "sample" leave it; on the loop."""
+        """Put the sample into the state, and call the hooks of "sample", on the loop."""
         state = self.state
         state.sample, state.weight, state.output, state.loss, state.aux = sample, None, None, None, None
         await self.hooks.call("sample", state)
@@ -128,15 +128,15 @@ class Batch:
 
 
 def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Return `metrics` if that is what they are; raise TypeError or ValueError."""
+    """Return `metrics` as a dict; raise TypeError or ValueError for a wrong name or function."""
     found = dict(metrics or {})
     for name, metric in found.items():
         if not isinstance(name, str) or name == LOSS:
-            raise ValueError(f"metric {name!r}: expected a name other than {LOSS!r}, which is that of the mean loss")
+            raise ValueError(f"metric {name!r}: expected a name other than {LOSS!r}, the name of the mean loss")
         if not callable(metric) or hasattr(metric, "compute"):
             raise TypeError(
-                f"metric {name!r} is {type(metric).__name__}: expected a function of output and target; what counts by "
-                "itself, as torchmetrics' do, belongs in hooks"
+                f"metric {name!r} is {type(metric).__name__}: expected a function of output and target; a metric with "
+                "a state, as of torchmetrics, belongs in hooks"
             )
     return found
 
@@ -168,19 +168,19 @@ def model_of(
                 "aiodist.engine.WithCriterion(network, criterion)"
             )
     if metrics and criterion is None and split is None:
-        raise ValueError("metrics without a criterion: expected `split=`, which tells what the target is")
+        raise ValueError("metrics without a criterion: expected `split=`, which returns the target")
     return Model(
         module, net, criterion, split or (_pair if criterion is not None else lambda sample: (sample, None)), metrics
     )
 
 
 def prefetched(loader: Loader) -> Prefetch[Any]:
-    """Return what makes passes over `loader`."""
+    """Return `loader` as a `Prefetch`."""
     return loader if isinstance(loader, Prefetch) else prefetch(loader)
 
 
 def length_of(loader: Loader) -> int | None:
-    """Return how many batches it has; None where it does not know."""
+    """Return the number of batches, or None if the loader does not know it."""
     try:
         return len(cast(Sized, loader))
     except TypeError:
@@ -188,12 +188,12 @@ def length_of(loader: Loader) -> int | None:
 
 
 def source_of(loader: Loader) -> Any:
-    """Return what is read."""
+    """Return the source of the loader's batches."""
     return loader.source if isinstance(loader, Prefetch) else loader
 
 
 def set_epoch(loader: Loader, epoch: int) -> None:
-    """Tell the loader, or its sampler or dataset, which epoch begins, from 0 on, where they have `set_epoch`."""
+    """Call `set_epoch` of the loader, its sampler and its dataset, if they have it, with the epoch from 0 on."""
     source = source_of(loader)
     owners: list[Any] = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
     owners.append(getattr(getattr(source, "batch_sampler", None), "sampler", None))
@@ -202,7 +202,7 @@ def set_epoch(loader: Loader, epoch: int) -> None:
 
 
 def _pair(sample: Any) -> tuple[Any, Any]:
-    """Return input and target of a sample that is such a pair; raise TypeError for another one."""
+    """Return the sample, a pair of input and target; raise TypeError for another one."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         what = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
         raise TypeError(f"the sample is a {what}: expected a pair of input and target, or `split=` of the engine")
@@ -216,7 +216,7 @@ def _applied(network: Callable[..., Any], given: Any) -> Any:
 
 
 def weight_of(sample: Any) -> float:
-    """Return how many samples there are in a batch: the first dimension of its first tensor, 1 without one.
+    """Return the number of samples in a batch: the first dimension of its first tensor, or 1 without one.
 
     >>> weight_of({"x": [Tensor(3, 2)], "y": Tensor(5)})
     3.0

@@ -40,9 +40,9 @@ def check_parameters(module: nn.Module, state: State) -> None:
 
 @contextmanager
 def checked_gradients(module: nn.Module, state: State) -> Iterator[None]:
-    """Have each backward in this block raise FloatingPointError where it makes a gradient that is not finite.
+    """Raise FloatingPointError in each backward in this block that makes a gradient that is not finite.
 
-    These are the gradients of this rank, before they are reduced. Parameters that are frozen now are not looked at.
+    These are the gradients of this rank, before their reduction. Parameters that are frozen now are not checked.
     """
     with ExitStack() as stack:
         for name, parameter in module.named_parameters():
@@ -67,20 +67,20 @@ def _check_finite(what: str, state: State, t: Tensor) -> None:
 
 
 def check_same_epoch(places: Sequence[tuple[int, int]]) -> None:
-    """Raise MismatchError unless all ranks begin the same epoch, of as many; each of `places` is a rank's of both."""
+    """Raise MismatchError unless all ranks begin the same epoch of the same number of epochs, a pair in `places`."""
     if any(place != places[0] for place in places):
         text = disagreement("the next epoch", [f"epoch {done + 1} of {epochs}" for done, epochs in places])
         raise MismatchError(f"{text}; expected the same epochs= on all, and a state that all have loaded")
 
 
 def fingerprints(module: nn.Module | Shared) -> list[int]:
-    """Return a hash of each parameter: equal where all bits are."""
+    """Return a hash of all bits of each parameter."""
     on_host = (p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data for p in module.parameters())
     return [int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") for data in on_host]
 
 
 def check_alike(module: nn.Module | Shared, by_rank: Sequence[Sequence[int]], state: State) -> None:
-    """Raise MismatchError, naming the first that differs, unless all ranks have the same `fingerprints`."""
+    """Raise MismatchError with the first parameter that differs, unless all ranks have the same `fingerprints`."""
     names = [name for name, _ in module.named_parameters()]
     apart = [(name, hashes) for name, *hashes in zip(names, *by_rank, strict=False) if len(set(hashes)) > 1]
     if not apart:
@@ -95,7 +95,7 @@ def check_alike(module: nn.Module | Shared, by_rank: Sequence[Sequence[int]], st
 
 
 def check_reduced(net: DataParallel) -> None:
-    """Raise RuntimeError where the module has a parameter that the net does not reduce: one that is new."""
+    """Raise RuntimeError if the module has a new parameter, which the net does not reduce."""
     known = {id(slot.parameter) for slot in reducer_of(net).slots}
     new = [name for name, p in net.shared.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
@@ -106,14 +106,14 @@ def check_reduced(net: DataParallel) -> None:
 
 
 class GraphCheck:
-    """Compares the graph of each step with that of the first one; called on the thread that computes."""
+    """Compares the graph of each step with that of the first one, on the compute thread."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._first: list[str] | None = None
 
     def __call__(self, state: State) -> None:
-        """Raise RuntimeError where the graph of this loss differs. Costs about 1 us for each node of it."""
+        """Raise RuntimeError if the graph of this loss differs. Costs about 1 us for each node."""
         assert state.loss is not None
         seen = list(_nodes(state.loss, self._names))
         if self._first is None:

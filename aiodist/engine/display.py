@@ -16,10 +16,7 @@ _EVERY_SECONDS = 0.2
 
 
 class Display:
-    """Shows one training; its methods are hooks, called on the loop. Drawing takes a millisecond, five times a second.
-
-    Between two drawings a step costs it a look at the clock.
-    """
+    """Shows one training. The loop calls the methods as hooks. Drawing takes a millisecond, five times a second."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -28,10 +25,10 @@ class Display:
         self._length: int | None = None
         self._began = perf_counter()
         self.drawn = self._began
-        """When the bar was drawn last, in seconds."""
+        """Time of the last drawing of the bar, in seconds."""
 
     def start(self, length: int | None) -> None:
-        """An epoch of so many batches begins, where that is known."""
+        """Begin an epoch of `length` batches, or of an unknown number."""
         self._began = perf_counter()
         self._length = length
         if self._console.is_terminal and self._bar is None:
@@ -62,7 +59,7 @@ class Display:
 
 
 class Profiling:
-    """Profiles steps `first` to `last` of this rank, both included; `begin` and `end` belong to the compute thread.
+    """Profiles steps `first` to `last` of this rank, both included; the compute thread calls `begin` and `end`.
 
     The trace has the operators of that thread and, with CUDA, the kernels. It is written in Chrome's format, for
     https://ui.perfetto.dev, to `folder/rank<rank>-steps<first>-<last>.json`.
@@ -82,7 +79,7 @@ class Profiling:
         self._profile = begun
 
     def end(self) -> None:
-        """The last of the steps is over, or training is: write what there is."""
+        """Write the trace, at the end of the last step or of the training."""
         ended, self._profile = self._profile, None
         if ended is not None:
             ended.stop()
@@ -91,7 +88,7 @@ class Profiling:
 
 
 def check_steps(steps: tuple[int, int]) -> None:
-    """Raise TypeError or ValueError unless these are the first and the last step that are to be profiled."""
+    """Raise TypeError or ValueError unless these are the numbers of the first and the last profiled step."""
     if not isinstance(steps, tuple) or [type(step) for step in steps] != [int, int]:
         raise TypeError(f"profile={steps!r}: expected the first and the last step, such as (3, 8)")
     if not 1 <= steps[0] <= steps[1]:

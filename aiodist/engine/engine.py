@@ -110,7 +110,7 @@ class Engine:
         self._assembly = Assembly(self._stepper.base if coll is None else coll)
         self._position = Position()
         self._bound_to: Communicator | None = None
-        """Where the last `rebind` was."""
+        """Communicator of the last `rebind`."""
         self._training: Training | None = None
         self._state = self._new_state(training=True)
 
@@ -280,14 +280,14 @@ class Engine:
         if coll is self._bound_to:
             return
         await self._stepper.rebind(coll, state)
-        position = self._position.behind(self._stepper.in_net(self._position.step))
-        told = await self._stepper.base.allgather_object(replace(position, random=None))
-        self._position = position.furthest(told)
+        position = self._position.after(self._stepper.in_net(self._position.step))
+        positions = await self._stepper.base.allgather_object(replace(position, random=None))
+        self._position = position.furthest(positions)
         self._stepper.note(None)
         self._assembly, self._bound_to = Assembly(self._stepper.base), coll
         self._state.rank, self._state.size = coll.rank, coll.size
 
-    # --- going on later ---------------------------------------------------------------------------------------------
+    # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far training is on this rank, between two steps or in a hook of "update" or "epoch".

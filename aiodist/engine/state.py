@@ -15,7 +15,7 @@ from aiodist.checkpoints.own import set_torch_state, torch_state
 from aiodist.handles import Operation, Progress, internals
 
 Event = Literal["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
-"""When hooks are called."""
+"""Events that call hooks."""
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 
@@ -68,46 +68,46 @@ class State:
 
 @dataclass
 class Position:
-    """Where a training is on this rank, between two of its steps."""
+    """The position of a training on this rank, between two steps."""
 
     epoch: int = 0
-    """How many are over."""
+    """Number of finished epochs."""
     step: int = 0
-    """How many were made."""
+    """Number of steps made."""
     batch: int = 0
-    """How many of the current epoch were trained on."""
+    """Number of batches of the current epoch that were trained on."""
     order: Tensor | None = None
     """The state of torch's generator when this epoch began: it gives the order of its data."""
     random: dict[str, Any] | None = None
-    """The states of torch's generators to go on with; None where training goes on with those that there are."""
+    """States of torch's generators for the next step, or None to keep the current ones."""
 
     def follow(self, made: int) -> None:
-        """So many steps more are in the parameters, or fewer where it is below 0: they are of this epoch."""
+        """Move by `made` steps of this epoch, or back if it is below 0, since the parameters have them now."""
         self.step += made
         self.batch += made
         self.random = torch_state() if self.batch else None
 
-    def behind(self, step: int) -> Position:
-        """Return the place behind step number `step` of this epoch, with the generators of now."""
+    def after(self, step: int) -> Position:
+        """Return the position after step number `step` of this epoch, with the current generators."""
         batch = self.batch + step - self.step
         return Position(self.epoch, step, batch, self.order, torch_state() if batch else None)
 
     def furthest(self, others: Sequence[Position]) -> Position:
-        """Return the place of the one that is furthest, with this one's generators where they are of the same epoch."""
+        """Return the furthest position, with this rank's generators if they are of the same epoch."""
         most = max([self, *others], key=lambda each: (each.epoch, each.step, each.batch))
         same = (most.epoch, bool(most.batch)) == (self.epoch, bool(self.batch))
         return replace(most, order=self.order if same else most.order, random=self.random if same else None)
 
     def begin_epoch(self) -> None:
-        """Have torch's generators as they were when this epoch began, if it has begun before."""
+        """Restore torch's generators of the beginning of this epoch, if it has begun before."""
         if self.batch == 0:
-            self.go_on()
+            self.restore()
             self.order = torch.get_rng_state()
         elif self.order is not None:
             torch.set_rng_state(self.order)
 
-    def go_on(self) -> None:
-        """Have torch's generators as they are to be when the next step begins."""
+    def restore(self) -> None:
+        """Restore torch's generators for the next step."""
         given, self.random = self.random, None
         if given is not None:
             set_torch_state(given)
@@ -123,16 +123,16 @@ Hook = Callable[[State], object]
 
 
 class Hooks:
-    """Hooks by event; those of `behind` come after all that are added here."""
+    """Hooks by event; those of `users` come after all that are added here."""
 
-    def __init__(self, behind: Hooks | None = None) -> None:
+    def __init__(self, users: Hooks | None = None) -> None:
         self._hooks: dict[Event, list[Hook]] = {event: [] for event in EVENTS}
-        self._behind = behind
+        self._users = users
 
     def add(self, event: Event, hook: Hook) -> None:
         """Call `hook` at `event`, after those that were added before.
 
-        Raises ValueError for an event that there is not, TypeError for what cannot be called.
+        Raises ValueError for an unknown event, TypeError for a hook that is no function.
         """
         if event not in self._hooks:
             raise ValueError(f"event {event!r}: expected one of {', '.join(EVENTS)}")
@@ -142,17 +142,17 @@ class Hooks:
 
     def at(self, event: Event) -> list[Hook]:
         mine = self._hooks[event]
-        return mine if self._behind is None else mine + self._behind.at(event)
+        return mine if self._users is None else mine + self._users.at(event)
 
     async def call(self, event: Event, state: State) -> None:
-        """Call the hooks of `event` on the loop, and await what is to be awaited, one after the other."""
+        """Call the hooks of `event` on the loop, and await coroutines, one after the other."""
         for hook in self.at(event):
             result = hook(state)
             if inspect.isawaitable(result):
                 await result
 
     def call_on_thread(self, event: Event, state: State, progress: Progress) -> None:
-        """Call them on this thread, which computes; coroutines run on the loop, and this thread waits for them."""
+        """Call the hooks on this thread, the compute thread, which waits while coroutines run on the loop."""
         for hook in self.at(event):
             result = hook(state)
             if inspect.iscoroutine(result):

@@ -1,4 +1,4 @@
-"""Steppers make an engine's steps: with passes of a `DataParallel`, or with a client of a parameter server."""
+"""Steppers make the steps of an engine: by passes of a `DataParallel`, or by a client of a parameter server."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class PassStepper:
-    """Synchronous steps: one pass of the net for each, on all of its ranks."""
+    """Synchronous steps: one pass of the net for each, on all ranks."""
 
     waits = True
-    """No rank makes a step without the others."""
+    """True if no rank makes a step without the others."""
 
     def __init__(self, net: DataParallel, optimizer: Optimizer | Driver) -> None:
         self.base: Communicator = net.coll
@@ -35,44 +35,44 @@ class PassStepper:
         if not isinstance(optimizer, Optimizer) and not hasattr(optimizer, "pass_lag"):
             raise TypeError(
                 f"{type(optimizer).__name__}: its steps are not one pass of all ranks each (`pass_lag`), so no rank "
-                "would hear that another stops or fails: expected an optimizer of torch.optim, or another driver"
+                "would learn that another stops or fails: expected an optimizer of torch.optim, or another driver"
             )
         self._lag: int = getattr(optimizer, "pass_lag", 0)
         self._made = 0
         self._known: tuple[int, int] | None = None
-        """In an epoch: how many steps the net counted when all were made that had been asked for, and training did."""
+        """In an epoch, numbers of steps of the net and of the training at a time without pending updates."""
         self.midway = isinstance(optimizer, Optimizer)
-        """It tells when gradients are reduced, before the update."""
+        """True if `step` calls `reduced` between the reduction and the update."""
 
     def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:
         return self._net.submit(fn, *args)
 
     async def step(self, work: Callable[[], Tensor], reduced: Callable[[], None]) -> Tensor:
-        """Return the loss of one step; with `midway`, `reduced` is called when the gradients are, on the thread."""
+        """Return the loss of one step; with `midway` the compute thread calls `reduced` before the update."""
         self._made += 1
         if not isinstance(self._optimizer, Optimizer):
             return await self._net.step(work, self._optimizer)
-        told = self._optimizer.register_step_pre_hook(lambda *_: reduced())
+        hook = self._optimizer.register_step_pre_hook(lambda *_: reduced())
         try:
             return await self._net.step(work, self._optimizer)
         finally:
-            told.remove()
+            hook.remove()
 
     def note(self, step: int | None) -> None:
-        """Step number `step` of training was asked for, and no other since; None: no epoch is under way."""
+        """Note that `step` is the last step of the training so far, or with None that no epoch is in progress."""
         if step is None:
             self._known = None
         elif not (isinstance(self._optimizer, Driver) and self._optimizer.pending):
             self._known = self._net.steps_done, step
 
     def counted(self, step: int) -> int:
-        """Return how many steps the net counts behind step number `step`, in an epoch."""
+        """Return the net's number of steps after step number `step` of the training, in an epoch."""
         assert self._known is not None
         counted, known = self._known
         return counted + step - known
 
     def in_net(self, step: int) -> int:
-        """Return the number of the last step that is in the parameters, which is `step` outside of epochs."""
+        """Return the number of the last step in the parameters: outside of epochs `step`."""
         if self._known is None:
             return step
         counted, known = self._known
@@ -81,36 +81,36 @@ class PassStepper:
     async def rebind(self, coll: Communicator, state: Sequence[Stateful]) -> None:
         if self._lag and self._net.configure().scaler is not None:
             raise RuntimeError(
-                "rebind with a scaler, and updates that are made later: it is not known which it left out"
+                "rebind with a scaler, and updates that are made later: the steps that the scaler skipped are unknown"
             )
         await self._net.rebind(coll, self._optimizer, *state)
         self.base = self._net.coll
 
     def stopping(self) -> bool:
-        """Return whether all ranks stop behind the step that was just made, since one of them has asked."""
-        return self._made > self._lag and self._net.stop_requested  # else it tells of the training before
+        """Return True if all ranks stop after the last step, since one of them has asked."""
+        return self._made > self._lag and self._net.stop_requested  # else it is from the training before
 
     def by_all(self) -> bool:
-        """Return whether all ranks have made the last step, which is over."""
+        """Return True if all ranks have made the last step, which is finished."""
         last = reducer_of(self._net).last
         return last is not None and last.participants == self._net.coll.size
 
     def epoch(self) -> AbstractAsyncContextManager[object]:
-        """Return the block of an epoch: ranks whose data have ended wait there, and hear of one that failed."""
+        """Return the block of an epoch, where ranks without more data wait, and learn of a failed rank."""
         return self._net.join(self._optimizer)
 
     async def flush(self) -> None:
-        """Have a driver make the updates that are left."""
+        """Return when all updates of a driver are made."""
         if isinstance(self._optimizer, Driver):
             await self._optimizer.flush()
 
     def weights(self) -> AbstractContextManager[object]:
-        """Return the block in which the parameters are those to be evaluated."""
+        """Return the block in which the module has the parameters for an evaluation."""
         return nullcontext()
 
     @asynccontextmanager
     async def open(self, stop: Callable[[], bool]) -> AsyncIterator[None]:
-        """Return the block of a training, each pass of which says whether this rank asks to stop."""
+        """Return the block of a training, in which each pass asks for a stop if `stop` returns True."""
         reducer = reducer_of(self._net)
         self._made = 0
         before, reducer.asks_stop = reducer.asks_stop, stop
@@ -121,9 +121,9 @@ class PassStepper:
 
 
 class ClientStepper:
-    """Asynchronous steps: the gradients of a module on this rank alone, and then a step of a client.
+    """Asynchronous steps: the gradients of a module on this rank alone, then a step of a client.
 
-    For the methods see `PassStepper`.
+    It has the methods of `PassStepper`.
     """
 
     waits = False
@@ -155,17 +155,17 @@ class ClientStepper:
         return self._stop()
 
     def note(self, step: int | None) -> None:
-        """Nothing goes on from it."""
+        """Do nothing: no pass reports the step."""
 
     def by_all(self) -> bool:
-        """Each makes its own."""
+        """Return False, since each rank makes its own steps."""
         return False
 
     def epoch(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def flush(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no update is pending."""
 
     def weights(self) -> AbstractContextManager[object]:
         return self._client.weights()

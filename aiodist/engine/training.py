@@ -1,4 +1,4 @@
-"""One training: epochs of steps that end together on all ranks; and one evaluation, without gradients."""
+"""One training, whose epochs end together on all ranks, and one evaluation, without gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class EngineOptions(TypedDict, total=False):
-    """What an engine does beside training."""
+    """Options of an engine."""
 
     progress: bool
     debug: bool
@@ -42,18 +42,18 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Assembly:
-    """The ranks of one engine; without a communicator there is no other one, and nothing is sent."""
+    """The ranks of one engine; without a communicator only this one, and nothing is sent."""
 
     def __init__(self, base: Communicator | None) -> None:
         self._base = base
         self.comm: Communicator | None = None
-        """The engine's own communicator, once it is open."""
+        """The engine's own communicator, while it is open."""
         self.rank = 0 if base is None else base.rank
         self.size = 1 if base is None else base.size
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop, see `Communicator.stopping`."""
+        """True if this rank was asked to stop (`Communicator.stopping`)."""
         return self._base is not None and parts_of(self._base).registry.resources.stop_requested
 
     @property
@@ -61,40 +61,40 @@ class Assembly:
         return self._base is not None and parts_of(self._base).registry.elastic is not None
 
     async def open(self) -> None:
-        """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""
+        """Make the engine's own communicator, on all ranks, unless it is open."""
         if self.comm is None and self._base is not None:
             self.comm = await duplicate(self._base)
 
     def abort(self, why: str) -> None:
-        """Have all ranks hear that this one takes no part any more; the next training opens another communicator."""
+        """Abort the engine's communicator on all ranks; the next training opens another one."""
         comm, self.comm = self.comm, None
         if comm is not None:
             comm.abort(f"rank {self.rank} {why}")
 
     async def exchange(self, said: T, failure: Exception | None = None) -> list[T]:
-        """Return what all ranks say; raise `failure`, or RemoteError with that of another rank.
+        """Return the objects `said` of all ranks; raise `failure`, or RemoteError with that of another rank.
 
-        Collective, one allgather of small objects.
+        All ranks call it. Cost: one allgather of small objects.
         """
         return await exchange(self.comm, "this training", said, failure)
 
 
 class _Word(NamedTuple):
-    """What a rank says behind an epoch."""
+    """The message of a rank after an epoch."""
 
     stop: bool
     interrupted: bool
     sums: Sums
     prints: list[int]
-    """See `checks.fingerprints`; empty where they are not compared."""
+    """Fingerprints of the parameters; empty if they are not compared."""
 
 
 class Training:
     """One call of `Engine.train` on this rank.
 
-    All ranks do the same in the same order: before each epoch they tell one another whether one stops or has failed,
-    then they make steps, and after it they tell what they have measured. The steps of an epoch are inside the block of
-    the stepper, which tells the other ranks when one fails there, and has a rank whose data have ended wait.
+    All ranks do the same in the same order: they exchange stops and failures before each epoch, make steps, and
+    exchange figures after the epoch. The steps of an epoch run in the block of the stepper, which reports a failure to
+    the other ranks, and in which a rank without more data waits.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Training:
         self._dynamic = options.get("dynamic", True)
 
     async def run(self, loader: Loader, users: Hooks) -> None:
-        """Train until there are as many epochs as the state says, or one rank asks to stop."""
-        self._loader, self._hooks = loader, Hooks(behind=users)
+        """Train until all epochs of the state are finished, or one rank asks to stop."""
+        self._loader, self._hooks = loader, Hooks(users)
         self._state.epoch, self._state.step = self._position.epoch, self._position.step
         self._add_ours()
         net = self._state.net
@@ -129,7 +129,7 @@ class Training:
                 await self._assembly.open()
                 await stack.enter_async_context(self._stepper.open(self._asks_stop))
                 scaled = isinstance(net, DataParallel) and net.configure().scaler is not None
-                if self._debug and not scaled:  # scaled ones may be infinite
+                if self._debug and not scaled:  # scaled gradients may be infinite
                     stack.enter_context(checks.checked_gradients(self._model.module, self._state))
                 if self._display is not None:
                     stack.callback(self._display.close)
@@ -165,7 +165,7 @@ class Training:
             add("epoch", self._display.epoch)
 
     def _asks_stop(self) -> bool:
-        """Return whether this rank asks all to stop: a hook does, or a signal."""
+        """Return True if a hook or a signal asks all ranks to stop."""
         return self._state.stop or self._assembly.stop_requested
 
     # --- epochs -------------------------------------------------------------------------------------------------
@@ -180,31 +180,31 @@ class Training:
         await self._assembly.exchange(None, await self._call("end"))
 
     async def _begin_together(self, failure: Exception | None) -> list[bool]:
-        """Return which ranks ask all to stop, before an epoch; raise `MismatchError` unless all begin the same one."""
+        """Return for each rank whether it asks to stop; raise `MismatchError` unless all begin the same epoch."""
         place = (self._position.epoch, self._state.epochs)
         try:
-            told = await self._assembly.exchange((self._asks_stop(), place), failure)
-            stops, places = [stop for stop, _ in told], [place for _, place in told]
+            words = await self._assembly.exchange((self._asks_stop(), place), failure)
+            stops, places = [stop for stop, _ in words], [place for _, place in words]
             if not any(stops):
                 checks.check_same_epoch(places)
             return stops
         except asyncio.CancelledError:
             if self._position.epoch < self._state.epochs:
-                with suppress(Exception):  # such as that of a net which was given up
-                    async with self._stepper.epoch():  # the others may be there, and hear of it there alone
+                with suppress(Exception):  # such as of an aborted net
+                    async with self._stepper.epoch():  # the others may be there, and learn of it only there
                         raise
             raise
 
     async def _call(self, event: Event) -> Exception | None:
-        """Call the hooks of `event`; return what they raise, which the ranks are told when they meet next."""
+        """Call the hooks of `event`; return their error, for the next exchange with the other ranks."""
         try:
             await self._hooks.call(event, self._state)
-        except Exception as error:  # noqa: BLE001  - raised after the others have been told
+        except Exception as error:  # noqa: BLE001  - raised after the other ranks know
             return error
         return None
 
     async def _epoch(self) -> Exception | None:
-        """Train on what is left of this epoch; return what went wrong on this rank."""
+        """Train on the rest of this epoch; return the error of this rank."""
         self._state.epoch = self._position.epoch + 1
         self._meter = Meter(self._model.metrics)
         self._interrupted = False
@@ -222,12 +222,12 @@ class Training:
                     await self._steps(batches)
                 self._over.set()
             await self._stepper.flush()
-        except Exception as error:  # noqa: BLE001  - raised after the others have been told
+        except Exception as error:  # noqa: BLE001  - raised after the other ranks know
             return error
         return None
 
     async def _end_epoch(self, failure: Exception | None) -> Exception | None:
-        """Tell the others what was measured, or that this rank failed; return what the hooks of "epoch" raise."""
+        """Exchange figures and failures with the other ranks; return the error of the hooks of "epoch"."""
         if failure is not None and not self._stepper.waits:
             self._assembly.abort(f"failed in this training: {failure!r}")
             raise failure
@@ -250,13 +250,13 @@ class Training:
 
     async def _steps(self, batches: AsyncIterator[Any]) -> None:
         position, state = self._position, self._state
-        if not isinstance(source_of(self._loader), ShardQueue):  # which gives no batch again
+        if not isinstance(source_of(self._loader), ShardQueue):  # which gives each batch once
             for _ in range(position.batch):
                 await anext(batches, None)  # another rank may have had more
-        position.go_on()
+        position.restore()
         batch = Batch(self._model, state, self._hooks, self._meter, self._progress)
         async for sample in batches:
-            self._stepper.note(position.step)  # once more: hooks may have loaded other parameters
+            self._stepper.note(position.step)  # again, since hooks may have loaded other parameters
             await self._agree(position.step)
             state.step, state.batch = position.step + 1, position.batch + 1
             await batch.take(sample)
@@ -271,7 +271,7 @@ class Training:
                 break
 
     async def _agree(self, step: int) -> int:
-        """Have the ranks tell what they use of a queue in the step behind `step`, in an elastic world; see `rebind`."""
+        """In an elastic world, agree with all ranks on the used records of a queue in the step after `step`."""
         queue = source_of(self._loader)
         if not (isinstance(queue, ShardQueue) and isinstance(self._stepper, PassStepper) and self._assembly.elastic):
             return 0
@@ -279,7 +279,7 @@ class Training:
 
     @asynccontextmanager
     async def _others(self) -> AsyncIterator[None]:
-        """While this rank, whose data have ended, waits for the others: agree with them on what they use."""
+        """Agree on used records with the other ranks while this rank, without more data, waits for them."""
         self._over = asyncio.Event()
 
         async def agree() -> None:
@@ -295,10 +295,10 @@ class Training:
         finally:
             agreeing.cancel()
             await asyncio.wait([agreeing])
-            agreeing.cancelled() or agreeing.exception()  # it is that of the epoch
+            agreeing.cancelled() or agreeing.exception()  # the epoch has the same error
 
     def _reduced(self) -> None:
-        """The gradients of a step are there; on the thread that computes."""
+        """Call the hooks of "backward", on the compute thread."""
         self._hooks.call_on_thread("backward", self._state, self._progress)
 
     # --- our own hooks --------------------------------------------------------------------------------------------
@@ -308,9 +308,9 @@ class Training:
             await self._stepper.run(call)
 
     async def _check_parameters(self, state: State) -> None:
-        """After each step: all parameters are finite, and the same on all ranks that ought to have them the same."""
+        """Check after a step that all parameters are finite, and that shared ones are the same on all ranks."""
         await self._stepper.flush()
-        if self._stepper.by_all():  # else one is at the end of its data: they are compared behind the epoch
+        if self._stepper.by_all():  # if not, a rank is at the end of its data, and the check follows the epoch
             checks.check_alike(self._alike, await self._assembly.exchange(await self._prints()), state)
         await self._stepper.run(checks.check_parameters, self._model.module, state)
 
@@ -325,7 +325,7 @@ class Training:
 async def evaluate(
     model: Model, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
 ) -> dict[str, float]:
-    """Return the figures of the data of all ranks; each goes at its own pace, and they meet at the end."""
+    """Return the figures of the data of all ranks, which they exchange at the end."""
     meter = Meter(model.metrics)
     batch = Batch(model, state, hooks, meter, Progress.current())
     failure: Exception | None = None
@@ -342,7 +342,7 @@ async def evaluate(
                         state.loss = await stepper.run(_without_gradients, batch)
                         if state.stop:
                             break
-    except Exception as error:  # noqa: BLE001  - raised after the others have been told
+    except Exception as error:  # noqa: BLE001  - raised after the other ranks know
         failure = error
     except BaseException as error:
         assembly.abort(f"was cancelled in this evaluation: {error!r}")
@@ -359,7 +359,7 @@ def _without_gradients(batch: Batch) -> Tensor:
 
 @contextmanager
 def _switched_off(module: nn.Module) -> Iterator[None]:
-    """Have dropout, batch norm and their like evaluate in this block, and then do what each of them did before."""
+    """Switch dropout, batch norm and similar modules to evaluation in this block."""
     training = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
