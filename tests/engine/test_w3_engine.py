@@ -179,7 +179,7 @@ def test_w3_what_an_engine_does_not_go_on_with() -> None:
             net = await DataParallel.create(build(0).float(), coll, PipelinedOptimizer, scaler=scaler)
             opt = await PipelinedOptimizer.create(net, partial(torch.optim.SGD, lr=0.1))
             engine = Engine(net, opt, loss_of, progress=False)
-            with pytest.raises(RuntimeError, match="which it left out"):
+            with pytest.raises(RuntimeError, match="the steps that the scaler skipped"):
                 await engine.rebind(coll)
             net.configure(scaler=None)
 
