@@ -65,10 +65,8 @@ class BlockMemory:
         self.waits_for_readers = False
         """True if a step waits for readers however long they take."""
         self._states: dict[int, Any] = {}
-        self._left = False
-        """True if the memory was left to slow readers."""
-        self._lent = False
-        """True while a checkpoint is written from the memory."""
+        self.uses: set[str] = set()
+        """Uses for which a change takes other memory: "lent" to a checkpoint, "left" to slow readers."""
         self._borrowed: Tensor | None = None
         """Memory that a checkpoint is written from."""
 
@@ -100,7 +98,8 @@ class BlockMemory:
         """Leave the memory to readers that take long. Return False while a step waits for them, and `retry` later."""
         if self.waits_for_readers or not self._movable or not self.readers.leave_to(self.data, retry):
             return False
-        self._left = not self._replaces
+        if not self._replaces:
+            self.uses.add("left")
         return True
 
     def lend(self) -> Callable[[], None] | None:
@@ -110,11 +109,12 @@ class BlockMemory:
         """
         if self._replaces or not self._movable:
             return None
-        self._lent, lent = True, self.data
-        self._borrowed = lent
+        self._borrowed = lent = self.data
+        self.uses.add("lent")
 
         def release_lent() -> None:
-            self._lent, self._borrowed = False, None
+            self.uses.discard("lent")
+            self._borrowed = None
             if self.data is not lent and not self.readers:
                 self._context.pool.release(lent.view(torch.uint8))
 
@@ -141,24 +141,26 @@ class BlockMemory:
 
     def make_private(self) -> None:
         """Move to other memory, before a change, if a checkpoint is written from this memory or readers keep it."""
-        if self._lent:
+        if "lent" in self.uses:
             self._move_to(self.copied(self._context, 0))
-        elif self._left:
+        elif "left" in self.uses:
             data = self._context.pool.take(self.data.nbytes).view(self.data.dtype)
             data.copy_(self.data)
-            self.data, self._left = data, False
+            self.data = data
+            self.uses.clear()
             for rule in self._context.rules:
                 if isinstance(rule, OptimizerRule) and (state := self.state_of(rule)) is not None:
                     rule.move(state, data)
 
     def restore(self, restored: Restored) -> None:
         """Take the memory and the states of a checkpoint."""
-        if not (self._lent or self._left):
+        if not self.uses:
             self._context.pool.release(self.data.view(torch.uint8))
         self._move_to(restored)
 
     def _move_to(self, restored: Restored) -> None:
-        self.data, self._lent, self._left = restored.data, False, False
+        self.data = restored.data
+        self.uses.clear()
         self._states = {id(self._context.rules[number]): state for number, state in restored.states.items()}
 
     def swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
@@ -169,7 +171,6 @@ class BlockMemory:
         copies = self._context.rules[push.rule] is RULES["copy"] and weight == push.alpha == 1
         if not copies or self._replaces or push.buffer is None or push.coded or push.value is None:
             return False
-        kept = self._lent or self._left
-        self.data, push.buffer = push.value, None if kept else self.data.view(torch.uint8)
-        self._lent = self._left = False
+        self.data, push.buffer = push.value, None if self.uses else self.data.view(torch.uint8)
+        self.uses.clear()
         return True

@@ -341,7 +341,8 @@ class Shard(Block):
         if not pushes:  # their clients are gone
             return
         memory, context = self.memory, self._context
-        memory.make_private()
+        if memory.uses:
+            memory.make_private()
         pieces = []
         for push, weight in pushes:
             assert push.value is not None

@@ -463,3 +463,17 @@ async def test_p2_names_stand_in_the_order_of_init(coll: Communicator) -> None:
     names = [f"n{i}" for i in range(20)]
     async with ParameterServer(coll, {name: full(i) for i, name in enumerate(names)}, split_bytes=8) as ps:
         assert list(ps.names) == names
+
+
+def test_p2_the_default_deadline_is_that_of_the_communicator() -> None:
+    async def main() -> None:
+        async with aiodist.init(timeout=7) as coll:
+            async with ParameterServer(coll, {"w": full(1)}) as ps:
+                assert ps.timeout == 7
+                with pytest.raises(OperationTimeout, match="pull"):
+                    await ps.pull("w", at_least=1)
+                await ps.push("w", full(1))
+            async with ParameterServer(coll, timeout=3) as ps:
+                assert ps.timeout == 3
+
+    run_ranks(1, main)
