@@ -35,14 +35,14 @@ from aiodist.checkpoints.parts import (
 )
 from aiodist.checkpoints.reading import PartsDiffer, Reader, StoredTensor, of_all
 from aiodist.checkpoints.values import Json, decode, encode
-from aiodist.checkpoints.writer import Writer, check_alike, digest, together
+from aiodist.checkpoints.writer import Writer, together
 from aiodist.communicator import Communicator
-from aiodist.errors import CheckpointDamaged
+from aiodist.errors import CheckpointDamaged, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import Elsewhere, Stateful, renamed
 
-_Told = tuple[FileFacts, list[TensorEntry], Json]
-"""What the manifest says of a rank's file, and of what the rank has of its own."""
+_Written = tuple[Json, list[Json], Json]
+"""The facts and tensors of a rank's file, and the rank's own state, as JSON for the manifest."""
 
 
 @renamed(extra="metadata", own="per_rank", keep="keep_last")
@@ -201,11 +201,15 @@ class _Save:
         """Write it; every rank does so at the same time."""
         coll, what = writer.coll, f"the checkpoint in {self._path}"
         try:
-            begun = await together(coll, what, self._begin_files(writer))
-            await check_alike(coll, self._structure, [each for _, each in begun])
-            part = folders.folder_of(self._path, begun[0][0], ".part")
-            written = await together(coll, what, self._write(writer, part / folders.file_name(coll.rank)))
-            return (await together(coll, what, self._commit(writer, part, written, keep)))[0]
+            numbers = await together(coll, what, self._begin_files(writer))
+            part = folders.folder_of(self._path, numbers[0], ".part")
+            work = self._write(writer, part / folders.file_name(coll.rank))
+            written = await together(coll, what, work, same=self._structure)
+            committed = await together(coll, what, self._commit(writer, part, written, keep))
+            return Path(committed[0])
+        except MismatchError as error:
+            error.add_note("values that differ by rank belong in per_rank=")
+            raise
         except BaseException:
             if self._number:
                 with suppress(RuntimeError):  # the thread for files was given up: the next save removes it
@@ -216,31 +220,34 @@ class _Save:
                 writer.buffers.release(self._buffer)
             self._parts, self._copying, self._buffer = [], None, None
 
-    async def _begin_files(self, writer: Writer) -> tuple[int, bytes]:
-        """Return the number of the checkpoint, which rank 0 knows, and what ranks compare."""
+    async def _begin_files(self, writer: Writer) -> int:
+        """Return the number of the checkpoint, 0 on other ranks than the first."""
         if self._copying is not None:
             await self._copying
         if self._failed is not None:
             raise self._failed
         if writer.coll.rank == 0:
             self._number = await writer.stream.submit(folders.begin, self._path)
-        return self._number, digest(self._structure)
+        return self._number
 
-    async def _write(self, writer: Writer, file: Path) -> _Told:
-        """Write the file of this rank; return what the manifest says of it."""
+    async def _write(self, writer: Writer, file: Path) -> _Written:
+        """Write the file of this rank; return its entries in the manifest."""
         assert self._buffer is not None
         sources = parts_of(self._buffer, self._layout)
         written = writer.stream.submit(write_file, file, self._layout, sources, writer.progress.computing)
-        return *await written, self._said_own
+        facts, entries = await written
+        rows = [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries]
+        return [facts.nbytes, facts.header, facts.crc], rows, self._said_own
 
-    async def _commit(self, writer: Writer, part: Path, written: list[_Told], keep: int | None) -> Path:
-        """Have the folder be a checkpoint; rank 0."""
+    async def _commit(self, writer: Writer, part: Path, written: list[_Written], keep: int | None) -> str:
+        """Make the folder a checkpoint (rank 0)."""
         if writer.coll.rank != 0:
-            return part
-        folder = await writer.stream.submit(commit, self._path, self._number, written, self._said, self._metadata)
+            return str(part)
+        files = [(FileFacts(*facts), [TensorEntry(*row) for row in rows], own) for facts, rows, own in written]
+        folder = await writer.stream.submit(commit, self._path, self._number, files, self._said, self._metadata)
         if keep is not None:
             await writer.stream.submit(folders.remove_old, self._path, keep)
-        return folder
+        return str(folder)
 
 
 _log = logging.getLogger("aiodist")
@@ -350,12 +357,12 @@ class _Load:
         else:
             fn()
 
-    async def _candidates(self) -> list[Path] | str:
-        """Return the checkpoints that rank 0 sees, the newest first, or in words that it sees none."""
+    async def _candidates(self) -> list[str] | str:
+        """Return the checkpoints that rank 0 sees, the newest first, or the text of an error if there are none."""
         if self.writer.coll.rank != 0:
             return []
         try:
-            return await self.writer.stream.submit(folders.candidates, self.path)
+            return list(map(str, await self.writer.stream.submit(folders.candidates, self.path)))
         except FileNotFoundError as error:
             return str(error)
 
@@ -369,7 +376,7 @@ class _Load:
         if isinstance(candidates, str):
             raise FileNotFoundError(candidates)
         damages = []
-        for folder in candidates:
+        for folder in map(Path, candidates):
             told = await together(coll, what, self._damage(folder))
             seen = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
             if seen is None:

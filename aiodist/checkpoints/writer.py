@@ -1,15 +1,13 @@
-"""Writer and reader of one communicator's checkpoints, which run during steps; the agreement of ranks."""
+"""The background work of one communicator's checkpoints: its order, its thread and its memory."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import mmap
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from hashlib import sha256
 from queue import Empty
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,81 +15,23 @@ from torch import Tensor
 from aiodist.backends.base import again
 from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator, parts_of
-from aiodist.errors import CommunicatorAborted, DeadlockError, MismatchError, PeerLost, RemoteError
+from aiodist.errors import CommunicatorAborted, DeadlockError
 from aiodist.handles import Handle, Operation, Origin, Progress, internals
 from aiodist.streams import HostStream
 from aiodist.threads import JobQueue
-from aiodist.world.tracebacks import cause_in, folded
+from aiodist.world.agree import agree
 
 T = TypeVar("T")
 
 
-async def exchange(coll: Communicator | None, what: str, value: T, error: Exception | None = None) -> list[T]:
-    """Return what each rank gives, by rank; None for `coll` is this rank alone.
-
-    Raises the `error` that this rank gives; where another rank gives one a `RemoteError`, which names that rank; where
-    one is lost `PeerLost`, from the `error`, which may follow from that: the first rank takes away what was begun.
-    Collective, one allgather of objects.
-    """
-    mine = value, None if error is None else folded(error, programs=True)
+async def together(coll: Communicator, what: str, work: Awaitable[object], *, same: Json = None) -> list[Any]:
+    """Return the result of `work` on each rank, by rank. The result has JSON's types; errors are those of `agree`."""
+    result, failed = None, None
     try:
-        told = [mine] if coll is None else await coll.allgather_object(mine)
-    except PeerLost as lost:
-        raise lost from error
-    except Exception as lost:
-        if error is not None:
-            raise error from lost
-        raise
-    if error is not None:
-        raise error
-    for rank, (_, trace) in enumerate(told):
-        if trace is not None:
-            text = f"rank {rank} failed in {what}: {cause_in(trace)}"
-            raise RemoteError(text, raised_by=rank, traceback=trace, rank=None if coll is None else coll.rank)
-    return [value for value, _ in told]
-
-
-async def together(coll: Communicator, what: str, mine: Awaitable[T]) -> list[T]:
-    """Return what `mine` comes to on each rank, by rank; raises as `exchange`."""
-    value, error = None, None
-    try:
-        value = await mine
-    except Exception as raised:  # noqa: BLE001  - told to all
-        error = raised
-    return await exchange(coll, what, cast(T, value), error)
-
-
-def digest(said: Json) -> bytes:
-    return sha256(json.dumps(said, sort_keys=True).encode()).digest()
-
-
-async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> None:
-    """Raise `MismatchError` on all ranks unless all say the same; `digests` are those of what they say."""
-    if len(set(digests)) == 1:
-        return
-    theirs = await coll.broadcast_object(said)
-    found = await coll.allgather_object(difference(theirs, said))
-    rank = next(rank for rank, differs in enumerate(found) if differs)
-    path, first, other = found[rank]
-    raise MismatchError(
-        f"ranks disagree on what a checkpoint has once for all of them: {path} is {first} on rank 0, {other} on rank "
-        f"{rank}; what each rank has of its own goes to per_rank="
-    )
-
-
-def difference(theirs: Json, mine: Json, path: str = "") -> tuple[str, str, str] | None:
-    """Return where two JSON values differ, and what each has there; None where they are alike."""
-    if isinstance(theirs, list) and isinstance(mine, list):
-        theirs, mine = dict(enumerate(theirs)), dict(enumerate(mine))
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for key in theirs | mine:
-            where = f"{path}/{key}"
-            if key not in theirs or key not in mine:
-                return (where, "there", "missing") if key in theirs else (where, "missing", "there")
-            if (found := difference(theirs[key], mine[key], where)) is not None:
-                return found
-        return None
-    return None if type(theirs) is type(mine) and theirs == mine else (path, f"{theirs!r:.60}", f"{mine!r:.60}")
+        result = await work
+    except Exception as error:  # noqa: BLE001  - all ranks learn of it
+        failed = error
+    return await agree(coll, what, result, same=same, error=failed)
 
 
 _LOOK_SECONDS = 0.5

@@ -24,6 +24,7 @@ from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Handle, Progress
 from aiodist.handles.calls import located
 from aiodist.streams import HostStream
+from aiodist.world.agree import agree
 
 T = TypeVar("T")
 
@@ -209,10 +210,8 @@ class ShardQueue(Generic[T]):
         """
         checked_int("step", step)
         self._check_loop()
-        told = await self._coll.allgather_object((self.epoch, self._client.used))
-        if any(epoch != self.epoch for epoch, _ in told):
-            raise MismatchError(disagreement(f"the epoch of queue {self.name!r}", [str(epoch) for epoch, _ in told]))
-        used = merged(self._before, *((Range(*each) for each in ranges) for _, ranges in told))
+        told = await agree(self._coll, f"queue {self.name!r}", self._client.used, same={"epoch": self.epoch})
+        used = merged(self._before, *((Range(*each) for each in ranges) for ranges in told))
         last = self._agreed[-1] if self._agreed else None
         before = last.used if last is not None and last.epoch == self.epoch else self._before
         kept = max((i for i, agreed in enumerate(self._agreed) if agreed.step < step), default=0)
@@ -250,15 +249,16 @@ class ShardQueue(Generic[T]):
             mine = next((agreed for agreed in reversed(self._agreed) if agreed.step < step), None)
         else:
             mine = known if known.used else None
-        told = await coll.allgather_object((self._client.lap.number, self.epoch, mine))
+        fact = self._client.lap.number, self.epoch, None if mine is None else (mine.epoch, mine.used)
+        told = await agree(coll, f"queue {self.name!r}", fact)
         found = [one for *_, one in told if one is not None]
         number, epoch = max(number for number, *_ in told), max(epoch for _, epoch, _ in told)
         if found:
-            first, epoch = found[0], found[0].epoch
-            if any(each.epoch != epoch or (step is not None and each.used != first.used) for each in found):
-                agreed = ["nothing" if one is None else f"{one.used} of epoch {one.epoch}" for *_, one in told]
+            epoch = found[0][0]
+            if any(one[0] != epoch or (step is not None and one != found[0]) for one in found):
+                agreed = ["nothing" if one is None else f"{one[1]} of epoch {one[0]}" for *_, one in told]
                 raise MismatchError(disagreement(f"the used records of queue {self.name!r}", agreed))
-        used = merged(*(each.used for each in found))
+        used = merged(*((Range(*each) for each in ranges) for _, ranges in found))
         self._begin(Lap(number + 1, epoch, zlib.crc32(repr(used).encode())), used)
         self._agreed = [_Agreed(-1, epoch, used)]
         self._bound_to = coll

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.checkpoints.own import torch_state
-from aiodist.checkpoints.writer import exchange
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.data import ShardQueue
@@ -27,6 +26,7 @@ from aiodist.handles import Progress
 from aiodist.handles.calls import located
 from aiodist.nn import DataParallel
 from aiodist.nn.per_rank import Shared
+from aiodist.world.agree import agree
 
 T = TypeVar("T")
 
@@ -71,12 +71,9 @@ class Assembly:
         if comm is not None:
             comm.abort(f"rank {self.rank} {why}")
 
-    async def exchange(self, said: T, failure: Exception | None = None) -> list[T]:
-        """Return the objects `said` of all ranks; raise `failure`, or RemoteError with that of another rank.
-
-        All ranks call it. Cost: one allgather of small objects.
-        """
-        return await exchange(self.comm, "this training", said, failure)
+    async def exchange(self, fact: object, failure: Exception | None = None) -> list[Any]:
+        """Return the facts of all ranks, in JSON's types; raise as `agree`."""
+        return await agree(self.comm, "this training", fact, error=failure)
 
 
 class _Word(NamedTuple):
@@ -235,7 +232,7 @@ class Training:
         if self._debug and self._stepper.waits and failure is None:
             prints = await self._prints()
         mine = _Word(self._asks_stop(), self._interrupted, self._meter.sums(), prints)
-        words = await self._assembly.exchange(mine, failure)
+        words = [_Word(*word) for word in await self._assembly.exchange(mine, failure)]
         checks.check_alike(self._alike, [word.prints for word in words], self._state)
         self._state.stop = any(word.stop for word in words)
         if any(word.interrupted for word in words):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.codecs import Json
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.communicator.lifetime import Lifetime
@@ -44,6 +43,7 @@ from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
 from aiodist.ps.sharing import SharedMemory
 from aiodist.ps.watching import ServerWatch
 from aiodist.types import check_timeout
+from aiodist.world.agree import agree
 
 Rebind = Callable[[Communicator], Awaitable[None]]
 _FIRST = 1
@@ -130,8 +130,7 @@ class ParameterServerSession:
 
     async def told(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the values of all ranks."""
-        json = Json()  # objects would be unpickled
-        return [json.decode(code) for code in await self.coll.allgather(json.encode(mine))]
+        return await agree(self.coll, f"parameter server {self.coll.name!r}", mine)
 
     def _agreed(self, told: Sequence[dict[str, Any]]) -> list[ServerMember]:
         """Return the ranks, and set the roles. Raises MismatchError if ranks have other settings."""
