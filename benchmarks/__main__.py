@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: checks what is asked and starts the ranks; loads no torch."""
+"""`python -m benchmarks NAME`: checks the options and starts the ranks; loads no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRAIN = BENCHMARKS["train"]
 
 
 def main(args: list[str]) -> int:
-    """Run the command with `args`; return the exit code, 2 for arguments that make no sense."""
+    """Run the command with `args`; return the exit code, which is 2 for invalid arguments."""
     if args[:1] and args[0] in _OWN_OPTIONS:
         module = importlib.import_module(f"benchmarks.{_OWN_OPTIONS[args[0]]}")
         return cli.called(module.app, args[1:], f"python -m benchmarks {args[0]}")
@@ -37,7 +37,7 @@ def measure(  # noqa: PLR0913 - one for each option
     name: Annotated[str, typer.Argument(metavar="NAME", help=_NAME_HELP)],
     ranks: cli.Ranks = None,
     sizes: cli.Sizes = None,
-    model: Annotated[str | None, typer.Option(metavar="mlp,conv", help="What is trained (all).")] = None,
+    model: Annotated[str | None, typer.Option(metavar="mlp,conv", help="Models (all).")] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="32,256", help="Samples of one rank in a step (as each model's targets).")
     ] = None,
@@ -53,9 +53,9 @@ def measure(  # noqa: PLR0913 - one for each option
     dtype: cli.Dtype = "float32",
     repeat: cli.Repeat = None,
     mpi: cli.Mpi = "auto",
-    busy: Annotated[bool, typer.Option("--busy", help="await: beside a process that spins on every core.")] = False,
+    busy: Annotated[bool, typer.Option("--busy", help="await: with a process that spins on every core.")] = False,
 ) -> None:
-    """Measure on N ranks of this host, beside other libraries in the same run."""
+    """Measure on N ranks of this host, with other libraries in the same run."""
     own = {"model": model, "batch": batch, "servers": servers, "busy": busy}
     options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi, own)
     raise typer.Exit(cli.run(name, BENCHMARKS, options))

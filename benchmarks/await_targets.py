@@ -1,4 +1,4 @@
-"""The speeds that awaits and collectives are to reach, and whether records reach them: a pure function."""
+"""Targets of awaits and collectives, and verdicts on records."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["ratio", "reached", "verdicts"]
 
 
 def reached(records: Sequence[Record]) -> list[Table]:
-    """Return a table of them, where there is one to show."""
+    """Return a table of the verdicts, if there are any."""
     found = verdicts(records)
     return [verdict_table(found)] if found else []
 
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:
-    """Return what the records have figures for, ours against the peer measured in the same run."""
+    """Return a verdict for each figure of the records, compared with the peer of the same run."""
     found = list(records)
     return [*_small(found), *_busy(found), *_many(found), *_collectives(found), *_waits(found)]
 
 
 def _pairs(records: Sequence[Record], ours: str, theirs: str) -> Iterator[tuple[Record, Record]]:
-    """Yield what both measured, operation by operation and size by size."""
+    """Yield the pairs of records with the same operation and size."""
     by_case = {(r.op, r.nbytes): r for r in records if r.impl == theirs and r.seconds is not None}
     for mine in records:
         if mine.impl == ours and mine.seconds is not None and (peer := by_case.get((mine.op, mine.nbytes))):
@@ -54,7 +54,7 @@ def _small(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _busy(records: Sequence[Record]) -> list[Verdict]:
-    """4 B where a process spins on every core: the median hides how long an await can take, so the mean counts too."""
+    """Judge 4 B on busy cores: the median hides long awaits, so the mean counts too."""
     awaited = [record for record in records if (record.op, record.nbytes) == (f"await_small{BUSY}", 4)]
     lines = []
     for mine, peer in _pairs(awaited, "aiodist:auto", "mpi4py:iallreduce"):
@@ -69,7 +69,7 @@ _GROWTH = ("gather", "aiodist_gather", "issue")
 
 
 def _many(records: Sequence[Record]) -> list[Verdict]:
-    """1,000 handles at once, each; and 20,000 against 1,000."""
+    """Judge 1,000 handles in flight, and 20,000 compared with 1,000."""
     seconds = {r.op: r.seconds for r in records if r.impl.startswith("aiodist:") and r.seconds is not None}
     gathered = [record for record in records if record.op == "gather_1000"]
     lines = [
@@ -116,7 +116,7 @@ def _waits(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _collectives(records: Sequence[Record]) -> list[Verdict]:
-    """How many times as quick as blocking MPI and the others; ordinary tensors, and those of the arena."""
+    """Judge the speed, compared with blocking MPI, of ordinary tensors and of those of the arena."""
     lines = []
     for op in ("allreduce", "broadcast", "reduce_scatter", "allgather"):
         here = [record for record in records if record.op == op]
@@ -145,11 +145,11 @@ _ARENA_OTHERS = {
     ("allgather", 64 << 20): 1.5,  # each rank writes 128 MiB
 }
 _ARENA_FOUR_RANKS = {64 << 10: 2.0, 64 << 20: 5.0}
-"""Of an allreduce on 2 cores."""
+"""Target speedups of an allreduce of four ranks on 2 cores, by bytes."""
 
 
 def _quickness(mine: Record) -> float | None:
-    """Return how many times as quick as a peer ours is to be, None where nothing was asked."""
+    """Return the target speedup over a peer, or None without a target."""
     nbytes = mine.nbytes or 0
     if mine.impl == "aiodist:arena" and (mine.op, mine.ranks) == ("allreduce", 4):
         return _ARENA_FOUR_RANKS.get(nbytes)
@@ -163,5 +163,5 @@ def _quickness(mine: Record) -> float | None:
 
 
 def ratio(ours: float | None, theirs: float | None) -> float:
-    """Return how many times theirs ours is; NaN where one of them is not known."""
+    """Return ours divided by theirs, or NaN if one of them is missing."""
     return ours / theirs if ours and theirs else float("nan")

@@ -1,4 +1,4 @@
-"""What an await costs: small ones, many at once, and the comparison of what ranks issue."""
+"""The cost of awaits: small ones, many in flight, and the comparison of operations by the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["measure"]
 
 SMALL = (4, 1 << 10, 8 << 10, 32 << 10)
 COUNTS = {1000: 20, 20_000: 3}
-"""How many handles are awaited at once, and how many samples are taken of each figure."""
+"""Samples of each figure, by the number of handles in flight."""
 _MANY_WARMUPS = 2
 _BUSY_BATCH = 2000
 _Gather = Callable[..., Awaitable[Any]]
@@ -34,8 +34,8 @@ _Gather = Callable[..., Awaitable[Any]]
 async def measure(session: Session) -> list[Record]:
     """Measure small awaits on every session's communicator, and everything else on the first.
 
-    Beside spinning processes only the smallest is measured, and on the first alone: gloo would take minutes, and the
-    rest says what ours does to a machine that is free.
+    With spinning processes only the smallest await is measured, on the first communicator: gloo would take minutes,
+    and the other figures are those of an idle machine.
     """
     if session.plan.own.get("busy"):
         return await _busy(session) if session.first else []
@@ -54,8 +54,8 @@ async def measure(session: Session) -> list[Record]:
 async def _busy(session: Session) -> list[Record]:
     """Measure small awaits while a process spins on every core.
 
-    Each operation is a sample of its own, since few take a thousand times as long as most. And there are so many of
-    them in a row that a rank loses its core meanwhile: right after a barrier all have theirs.
+    Each operation is a sample, since few take a thousand times as long as most. The operations are many in a row, so
+    that ranks lose their cores; right after a barrier all ranks have theirs.
     """
     cores = await cores_to_keep_busy(session.coll)
     session.notes.append("each core has a process that spins")
@@ -85,14 +85,14 @@ async def _timed(contender: Contender) -> float:
 
 
 class _Finished:
-    """The least that can be awaited: over at once."""
+    """An awaitable that has finished."""
 
     def __await__(self) -> Generator[Any, None, None]:
         yield from ()
 
 
 async def _many(session: Session, count: int, repeat: int) -> list[Record]:
-    """Issue so many and gather them, in turn with asyncio's gather and with ours; and gather what is over already."""
+    """Issue `count` operations and gather them, with asyncio and with aiodist in turn; gather finished ones."""
     allreduce = allreduce_of(session)
     tensors = [torch.zeros(1) for _ in range(count)]
     finished = [_Finished() for _ in range(count)]
@@ -125,7 +125,7 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
 
 
 async def _comparing(session: Session) -> list[Record]:
-    """4 B of ours, which compares what ranks issue, beside gloo without and with torch's own comparison."""
+    """Measure 4 B of aiodist, which compares operations, and of gloo with and without torch's comparison."""
     found = next((peer for peer in session.peers if isinstance(peer, Gloo)), None)
     if found is None:
         return []
@@ -136,9 +136,9 @@ async def _comparing(session: Session) -> list[Record]:
 
 
 def _of_gloo(dist: Any, t: torch.Tensor) -> list[Contender]:  # noqa: ANN401  - the module
-    """Return an allreduce, and one in torch's mode DETAIL, in which ranks compare what they call before they do it.
+    """Return an allreduce, and one in torch's mode DETAIL, in which ranks compare their calls.
 
-    All ranks call it: it makes a group of its own.
+    All ranks must call this function, which makes a group.
     """
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)

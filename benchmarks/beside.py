@@ -1,4 +1,4 @@
-"""What others feel of an await, and it of them: parked waits, the loop's lateness, threads that compute meanwhile."""
+"""Awaits and other work at the same time: parked waits, the loop's lateness, computing threads."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def _tensor(nbytes: int) -> torch.Tensor:
 
 
 async def _anew(session: Session, t: torch.Tensor) -> None:
-    """Overwrite a large tensor, as before each timed call."""
+    """Overwrite a large tensor between two barriers, as before each timed call."""
     await session.fence()
     t.fill_(1)
     await session.fence()
 
 
 def _last(session: Session) -> bool:
-    """This rank is the one that the others wait for."""
+    """True on the rank that the others wait for."""
     return session.coll.size > 1 and session.coll.rank == session.coll.size - 1
 
 
@@ -73,13 +73,13 @@ def _last(session: Session) -> bool:
 
 
 async def _parked_cpu(session: Session) -> list[Record]:
-    """The last rank sleeps for 2 s: CPU seconds per second of those who wait."""
+    """Measure CPU seconds per second of the waiting ranks while the last rank sleeps for 2 s."""
     share = await _cpu_of_wait(session, lambda: asyncio.sleep(_LATE_SECONDS))
     return await valued(session, "parked_cpu", name_of(session), share, 4)
 
 
 async def _peer_computes_cpu(session: Session) -> list[Record]:
-    """The last rank computes for 100 ms: CPU seconds per second of those who wait, the median of some times."""
+    """Measure CPU seconds per second of the waiting ranks while the last rank computes for 100 ms."""
     a = torch.ones(192, 192)
 
     async def late() -> None:
@@ -91,7 +91,7 @@ async def _peer_computes_cpu(session: Session) -> list[Record]:
 
 
 async def _cpu_of_wait(session: Session, late: Callable[[], Awaitable[object]]) -> float | None:
-    """Have the last rank do `late` before it comes; return what the others used meanwhile, None on the last."""
+    """Run `late` on the last rank before its call; return the CPU share of the others, and None on the last."""
     t = _tensor(4)
     await session.fence()
     if _last(session):
@@ -102,9 +102,9 @@ async def _cpu_of_wait(session: Session, late: Callable[[], Awaitable[object]]) 
 
 
 async def _wake_up(session: Session) -> list[Record]:
-    """From the call of the last rank, 50 ms late, to the moment at which the others go on.
+    """Measure the time from the call of the last rank, 50 ms late, until the others continue.
 
-    The clock is one for all processes of a host; on several hosts this is not measured.
+    Several hosts have no common clock, so nothing is measured there.
     """
     if session.coll.nodes > 1:
         return []
@@ -127,16 +127,16 @@ async def _wake_up(session: Session) -> list[Record]:
 
 
 async def _loop_lag_idle(session: Session) -> list[Record]:
-    """A ticker beside nothing: what the loop's own timers are late by, on this machine at this time."""
+    """Measure a ticker on an idle loop: the lateness of timers on this machine."""
     async with ticker() as lateness:
         await asyncio.sleep(_STORM_SECONDS)
     return await valued(session, "loop_lag_idle", "none", percentile(lateness, 99))
 
 
 async def _lag_beside(session: Session, *, op: str, nbytes: int, times: int) -> list[Record]:
-    """A ticker while reductions are awaited, one after the other, for about a second.
+    """Measure a ticker while reductions are awaited, one after the other, for about a second.
 
-    Nothing is overwritten here: it would hold up the loop, and what is measured is no speed.
+    Nothing is overwritten here, as this would block the loop.
     """
     t = _tensor(nbytes)
 
@@ -155,11 +155,11 @@ async def _lag_beside(session: Session, *, op: str, nbytes: int, times: int) -> 
     return await valued(session, op, name_of(session), percentile(lateness, 99), nbytes)
 
 
-# --- beside what computes ----------------------------------------------------------------------------------------
+# --- computing threads -------------------------------------------------------------------------------------------
 
 
 async def _progress_busy(session: Session) -> list[Record]:
-    """64 MiB, then 300 ms of torch on the loop's thread: the await after it, over the transfer's own time."""
+    """Measure the await of 64 MiB after 300 ms of torch on the loop's thread, divided by the transfer's time."""
     t, a = _tensor(LARGE), torch.ones(192, 192)
     own, after = [], []
     for turn in range(2 + min(session.plan.repeat or 5, 10)):
@@ -183,9 +183,9 @@ def _compute(a: torch.Tensor, seconds: float) -> None:
 
 
 async def _clocked(session: Session, t: torch.Tensor) -> float:
-    """Return the seconds of one awaited allreduce of what was just written, from a moment at which all ranks run.
+    """Return the seconds of one awaited allreduce of new data, after a barrier of all ranks.
 
-    A peer's barrier gives the GIL away, and who waits for it begins up to 5 ms after the others.
+    A peer's barrier releases the GIL, and a rank that waits for the GIL starts up to 5 ms later.
     """
     await _anew(session, t)
     for _ in range(2):
@@ -196,7 +196,7 @@ async def _clocked(session: Session, t: torch.Tensor) -> float:
 
 
 async def _backward_beside_pending(session: Session) -> list[Record]:
-    """Backward of 1,000 small parameters on a thread, with a receive pending on the loop and without, in turn."""
+    """Measure backward of 1,000 small parameters on a thread, with a pending receive and without, in turn."""
     coll, dst = session.coll, (session.coll.rank + 1) % session.coll.size
     message, into = _tensor(4), _tensor(4)
     parameters = [torch.ones(16, requires_grad=True) for _ in range(_PARAMETERS)]
@@ -231,7 +231,7 @@ def _backward(parameters: list[torch.Tensor]) -> float:
 
 
 async def _await_busy(session: Session) -> list[Record]:
-    """The mean of 4 MiB awaits beside a thread of pure Python, over the mean without it, in turn."""
+    """Measure the mean of 4 MiB awaits with a thread of pure Python, divided by the mean without it."""
     t = _tensor(MIDDLE)
     for _ in range(WARMUPS):
         await allreduce_of(session)(t)

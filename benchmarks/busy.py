@@ -1,4 +1,4 @@
-"""A process that spins on every core, for figures of a machine that others use too."""
+"""Processes that spin on every core, for figures of a busy machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["BUSY", "cores_to_keep_busy", "spinning"]
 
 BUSY = ":busy"
-"""What ends the names of operations that were measured beside a process that spins on every core."""
+"""Suffix of operations that were measured on busy cores."""
 
-# It ends by itself when the process that started it is gone, however that went.
+# the process ends when its parent has ended
 _SPIN = """
 import os, sys
 core, parent = map(int, sys.argv[1:])
@@ -30,7 +30,7 @@ while os.getppid() == parent:
 
 
 async def cores_to_keep_busy(coll: Communicator) -> tuple[int, ...]:
-    """Return the cores of this host that any rank may run on, to its first rank; none to the others."""
+    """Return the cores of all ranks of this host on its first rank, and an empty tuple on the others."""
     by_rank = await coll.allgather_object((coll.node, sorted(os.sched_getaffinity(0))))
     if coll.local_rank:
         return ()
@@ -39,7 +39,7 @@ async def cores_to_keep_busy(coll: Communicator) -> tuple[int, ...]:
 
 @contextmanager
 def spinning(cores: Iterable[int]) -> Iterator[list[int]]:
-    """Have a process spin on each of these cores while the block runs; the value are their ids."""
+    """Run a spinning process on each of these cores during the block; yield the process ids."""
     spinners: list[subprocess.Popen[bytes]] = []
     try:
         for core in cores:

@@ -1,10 +1,9 @@
-"""`torch.distributed` over aiodist beside gloo: all-reduces, steps of DDP and of FSDP2, in one job.
+"""`torch.distributed` over aiodist and over gloo: all-reduces, steps of DDP and of FSDP2, in one job.
 
 torchrun --nproc-per-node 2 -m benchmarks.c10d
 
-Both backends have a process group of the same ranks, and take turns. A line tells the median over calls of what each
-took the slowest rank. The first call of a turn is not timed: it brings the ranks together, and the way's own memory
-into the caches.
+Both backends have a process group of the same ranks, and take turns. Each line has the median of the calls, on the
+slowest rank. The first call of a turn is not timed: it synchronises the ranks, and fills the caches.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from aiodist.bench.timing import OVERWRITTEN_BYTES
 from benchmarks import models
 
 Way = tuple[Callable[[], object], Callable[[], object]]
-"""What is timed, and what is done before each time."""
+"""The timed call, and the preparation of each."""
 
 _SIZES = {"4 B": (4, 100), "64 KiB": (64 << 10, 50), "1 MiB": (1 << 20, 20), "64 MiB": (64 << 20, 2)}
 """Bytes, and calls in a turn."""
@@ -108,7 +107,7 @@ def _sharded(group: dist.ProcessGroup, model: nn.Module) -> nn.Module:
 
 
 def _interleaved(ways: dict[str, Way], calls: int, beside: dist.ProcessGroup) -> dict[str, float]:
-    """Return for each way the median of what a call took the slowest rank."""
+    """Return the median of the calls of each backend on the slowest rank."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(_WARMUPS + _TURNS):
         for way, (call, overwrite) in ways.items() if turn % 2 else reversed(ways.items()):

@@ -1,4 +1,4 @@
-"""A checkpoint beside training: how long steps and the loop wait for its copy, and what its writing costs steps."""
+"""A checkpoint during training: the waits of steps and loop for its copy, and the slowdown of steps by its writing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["measure"]
 _BATCH = 32
 _ROUNDS = 9
 _BEFORE = 6
-"""Steps between two checkpoints, with which the steps beside the writing are compared."""
+"""Steps between two checkpoints, for comparison with steps during the writing."""
 
 
 async def measure(session: Session) -> list[Record]:
@@ -58,7 +58,7 @@ async def measure(session: Session) -> list[Record]:
 
 
 class _Rounds:
-    """What one rank found: seconds by name, and of each round how much longer a step beside the writing took."""
+    """The figures of one rank: seconds by name, and in each round the ratio of steps during the writing to others."""
 
     def __init__(self, setting: Setting, net: DataParallel, path: Path) -> None:
         self.seconds: dict[str, list[float]] = {"copy": [], "call": [], "write": [], "step": [], "step-beside": []}
@@ -70,7 +70,7 @@ class _Rounds:
         self._optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
 
     async def _steps(self, count: int) -> list[float]:
-        """Make them beside what watches the steps beside a save too: a ticker, and an allreduce behind each."""
+        """Run steps with the same extra work as during a save: a ticker, and an allreduce after each step."""
         seconds = []
         async with ticker():
             for _ in range(count):
@@ -84,7 +84,7 @@ class _Rounds:
         return perf_counter() - began
 
     async def run(self, rounds: int) -> None:
-        """Make them, behind one that warms up: memory is touched for the first time."""
+        """Run steps, after one that touches the memory for the first time."""
         for turn in range(1 + rounds):
             before = await self._steps(_BEFORE)
             async with ticker() as lateness:

@@ -1,4 +1,4 @@
-"""Codecs on one core: 64 MiB encoded and decoded, beside the arithmetic of torch's DDP comm hook."""
+"""Codecs on one core: 64 MiB encoded and decoded, and the arithmetic of torch's DDP comm hook."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _codec(codec: codecs.GradientCodec) -> Callable[[Tensor, Tensor], None]:
 
 
 def _int8_hook(t: Tensor, out: Tensor) -> None:
-    """Do what `quantization_pertensor_hook` computes on one rank."""
+    """Compute the same as `quantization_pertensor_hook` on one rank."""
     observer = MinMaxObserver()
     observer(t)
     scale, zero = observer.calculate_qparams()
@@ -48,7 +48,7 @@ _WAYS = {
 
 
 async def measure(session: Session) -> list[Record]:
-    """Measure all ways in turns, on a thread of one core."""
+    """Measure all codecs in turns, on one core."""
     names = [*session.impls, *session.plan.peers]
     t = torch.randn(NUMEL, generator=torch.Generator().manual_seed(session.coll.rank))
     out = torch.empty_like(t)

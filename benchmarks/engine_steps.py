@@ -1,4 +1,4 @@
-"""Epochs of the engine beside the bare loop, `net.step` over `data.prefetch`, with the same net and optimizer."""
+"""Epochs of the engine, and of a bare loop of `net.step` over `data.prefetch`, with the same net and optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["measure"]
 _RATE = 1e-6  # so small that the gradients stay as they are
 EPOCH_SECONDS = 1.5
 EPOCH_STEPS = 20
-"""At least, so that what ranks exchange once an epoch does not count as if it were in every step."""
+"""The least seconds of an epoch, so that exchanges once an epoch do not count."""
 _ROUNDS = 12
 
 
@@ -63,7 +63,7 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
 
 
 async def _rounds(session: Session, loops: dict[str, Callable[[int], Awaitable[None]]]) -> dict[str, list[float]]:
-    """Return seconds of a step, one figure for each epoch; the loops take turns, and who is first changes."""
+    """Return seconds of a step, one figure for each epoch; the loops take turns, in alternating order."""
     for loop in loops.values():
         await loop(3)
     began = perf_counter()

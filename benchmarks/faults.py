@@ -1,8 +1,8 @@
-"""`python -m benchmarks faults`: four ranks suffer a fault at a random moment, again and again; loads no torch.
+"""`python -m benchmarks faults`: runs of four ranks with a fault at a random moment; loads no torch.
 
-A run is *survived* where every rank came to the right result, *named* where every rank raised an error that names the
-right rank, *ended* where all was to end and did, *hung* where it was not over in time, and *wrong* else. It is wrong
-too where a process, a file or memory is left.
+A run is *survived* if every rank got the right result, *named* if every rank raised an error that names the right rank,
+*ended* if the job had to end and did, *hung* if it did not end in time, and *wrong* otherwise. A run that leaves a
+process, a file or memory is *wrong* too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAULTS = {
     "stall": "survived",
     "cut": "named",
 }
-"""What may happen, and how a run with it is to end."""
+"""Faults, and the expected end of a run."""
 WORKER = Path(__file__).with_name("faults_worker.py")
 _RANKS = 4
 _LAUNCHERS = ("none", "openmpi", "mpich")
@@ -55,12 +55,12 @@ _GONE_SECONDS = 5.0
 _MEMORY = Path("/dev/shm")
 
 Notes = dict[int, dict[str, Any]]
-"""What each rank said of itself."""
+"""The notes of each rank."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended."""
+    """The end of one run."""
 
     fault: str
     launcher: str
@@ -68,11 +68,11 @@ class Outcome:
     how: str
     why: str
     seconds: float
-    """From the start of the launcher to its end."""
+    """The run time of the launcher."""
 
 
 def observe(fault: str, launcher: str, seed: int, command: Callable[[list[str]], Sequence[str]]) -> Outcome:
-    """Run it once; `command` returns what starts four ranks of `faults_worker.py` with the arguments it is given."""
+    """Run a job once; `command` returns the command of four ranks of `faults_worker.py` with these arguments."""
     with tempfile.TemporaryDirectory(prefix="f") as folder:
         said, scratch = Path(folder, "said"), Path(folder, "tmp")
         said.mkdir()
@@ -92,7 +92,7 @@ def observe(fault: str, launcher: str, seed: int, command: Callable[[list[str]],
             errors = process.stderr.read() if process.stderr is not None and not late else ""
         seconds = time.monotonic() - began
         notes = _read(said)
-        # A launcher that is killed cannot remove the folder that it gave to mpirun.
+        # a killed launcher cannot remove mpirun's folder
         left = _left(notes, scratch, before, everything=fault != "launcher" or launcher not in _LAUNCHERS[1:])
         why = left or ("" if late else _judge(fault, seed, process.returncode, notes, errors))
         how = "hung" if late else "wrong" if why else FAULTS[fault]
@@ -100,7 +100,7 @@ def observe(fault: str, launcher: str, seed: int, command: Callable[[list[str]],
 
 
 def _until_over(process: subprocess.Popen[str], fault: str, said: Path, random: Random) -> bool:
-    """Wait for its end, having done to it what is done from outside; whether it is late."""
+    """Inject faults of the launcher, and wait for its end; return True if it is late."""
     deadline = time.monotonic() + _DEADLINE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     if fault in ("interrupt", "launcher"):
         while sum("ready" in notes for notes in _read(said).values()) < _RANKS and time.monotonic() < deadline:
@@ -126,7 +126,7 @@ def _read(said: Path) -> Notes:
 
 
 def _left(notes: Notes, scratch: Path, before: set[Path], *, everything: bool) -> str:
-    """Return what is left behind, once it had time to go."""
+    """Return the remaining processes, files and memory after a grace time."""
     until = time.monotonic() + _GONE_SECONDS
     while True:
         processes = [pid for note in notes.values() if _lives(pid := note["pid"])]
@@ -151,17 +151,17 @@ def _lives(pid: int) -> bool:
 
 
 def _unused(names: list[str]) -> list[str]:
-    """Return those that no process maps or has open: others are of jobs beside this one."""
+    """Return the names that no process maps or has open; the others belong to other jobs."""
     used = ""
     for found, seen in (("[0-9]*/maps", Path.read_text), ("[0-9]*/fd/*", os.readlink)):
         for path in Path("/proc").glob(found):
-            with suppress(OSError):  # it is gone, or not ours
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 used += str(seen(path))
     return [name for name in names if name not in used]
 
 
 def _judge(fault: str, seed: int, code: int, notes: Notes, errors: str) -> str:
-    """Return what is wrong with the end of a run; "" where nothing is."""
+    """Return the problem with the end of a run, or an empty string."""
     victim = _victim(seed)
     ends = {rank: note.get("end") for rank, note in notes.items()}
     if sorted(notes) != list(range(_RANKS)):
@@ -174,10 +174,10 @@ def _judge(fault: str, seed: int, code: int, notes: Notes, errors: str) -> str:
         case "named":
             cause = {"kill": f"rank {victim}: signal SIGKILL", "raise": f"rank {victim}: exit code 1"}.get(fault)
             told = cause is None or cause in errors.splitlines()
-            # A rank that was through with all calls by then lacks nothing of a rank whose connection is cut.
+            # a rank that has finished all calls does not need a rank without a connection
             left = [rank for rank in others if fault != "cut" or ends[rank] != "right"]
             blamed = [notes[rank].get("named", []) for rank in left]
-            # Where two ranks wait for each other, both are named.
+            # if two ranks wait for each other, both are named
             right = all(victim in names if fault == "crossed" else names == [victim] for names in blamed)
             fine = (code > 0 or not left) and told and right
         case _:
@@ -186,7 +186,7 @@ def _judge(fault: str, seed: int, code: int, notes: Notes, errors: str) -> str:
 
 
 def _victim(seed: int) -> int:
-    """Return whom the worker's `Plan` draws first."""
+    """Return the victim, the first number that the worker's `Plan` draws."""
     return Random(seed).randrange(_RANKS)
 
 
@@ -202,13 +202,13 @@ def _command(launcher: str) -> Callable[[list[str]], list[str]]:
 
 @app.command()
 def faults(
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Of each fault under each launcher.")] = 10,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each fault under each launcher.")] = 10,
     only: Annotated[str | None, typer.Option(metavar="NAMES", help=f"Some of {', '.join(FAULTS)} (all).")] = None,
     mpi: Annotated[str, typer.Option(metavar="NAMES", help="Launchers.")] = ",".join(_LAUNCHERS),
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the first run.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the first run.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Every run, as JSON.")] = None,
 ) -> None:
-    """Have ranks suffer faults; print how the runs ended. The exit code is 1 where one hung or was wrong."""
+    """Inject faults into ranks, and print how the runs ended. The exit code is 1 if a run hung or was wrong."""
     outcomes: list[Outcome] = []
     typer.echo(
         f"{'fault':<10} {'launcher':<8} {'survived':>8} {'named':>6} {'ended':>6} {'hung':>5} {'wrong':>6}   seconds"
@@ -223,7 +223,7 @@ def faults(
             mine = [observe(fault, launcher, seed + number, command) for number in range(runs)]
             outcomes += mine
             _show(mine)
-            if json_file is not None:  # at once: what comes next may be interrupted
+            if json_file is not None:  # now, since the next run can be interrupted
                 json_file.write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=1))
     raise typer.Exit(any(outcome.why or outcome.how == "hung" for outcome in outcomes))
 

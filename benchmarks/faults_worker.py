@@ -1,4 +1,4 @@
-"""One of four ranks that suffer one fault: `faults_worker.py FAULT SEED FOLDER`; writes to FOLDER how it went."""
+"""One of four ranks with a fault: `faults_worker.py FAULT SEED FOLDER`; writes notes to FOLDER."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from aiodist.world.runtime import opened
 RANKS = 4
 ROUNDS = 12
 _CALLS = 4  # of a round
-_LATE_SECONDS = 2.0  # how long ranks wait for what never comes
+_LATE_SECONDS = 2.0  # time limit of the rendezvous for an absent rank
 
 
 class Plan(NamedTuple):
-    """What is to happen to whom, and when: the same on every rank."""
+    """The fault, its victim and its time, the same on every rank."""
 
     fault: str
     victim: int
@@ -45,25 +45,25 @@ class Plan(NamedTuple):
 
     @classmethod
     def drawn(cls, fault: str, seed: int) -> Plan:
-        """Return that of a seed."""
+        """Return the plan of a seed."""
         random = Random(seed)
         return cls(fault, random.randrange(RANKS), random.randrange(ROUNDS * _CALLS))
 
 
 class Notes:
-    """What one rank says of itself, on disk at once."""
+    """The notes of one rank, a file with a line for each."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / str(Environment.read().rank)
         self.add(pid=os.getpid())
 
     def add(self, **what: object) -> None:
-        """Write it down."""
+        """Write a note."""
         with self._file.open("a") as file:
             file.write(json.dumps({**what, "when": time.monotonic()}) + "\n")
 
     def failed(self, error: BaseException) -> None:
-        """Write down an error, and the ranks that it names."""
+        """Write an error, and the ranks that it names."""
         self.add(end=type(error).__name__, named=named(error), text=str(error)[:2000])
 
 
@@ -82,7 +82,7 @@ def named(error: BaseException) -> list[int]:
 
 
 async def one_round(coll: Communicator) -> None:
-    """Four calls, each with its result checked."""
+    """Run four calls, and check their results."""
     rank, size = coll.rank, coll.size
     assert (await coll.allreduce(torch.full((5,), float(rank))))[0] == size * (size - 1) / 2
     t = await coll.broadcast(torch.full((1 << 18,), float(rank)), root=1)
@@ -93,19 +93,19 @@ async def one_round(coll: Communicator) -> None:
 
 
 async def crossed(coll: Communicator, plan: Plan, notes: Notes) -> None:
-    """One rank takes two communicators in the other order."""
+    """Use two communicators, in another order on one rank."""
     one, two = await coll.dup(), await coll.dup()
     first = two if coll.rank == plan.victim else one
     try:
         await first.barrier()
-    except (DeadlockError, CommunicatorAborted) as error:  # a rank outside the cycle is told by one in it
+    except (DeadlockError, CommunicatorAborted) as error:  # a rank outside the cycle hears from a rank in the cycle
         notes.failed(error)
-        await asyncio.sleep(1.0)  # the others find out by themselves
+        await asyncio.sleep(1.0)  # the others detect the deadlock
         raise
 
 
 async def mismatched(coll: Communicator, plan: Plan, notes: Notes) -> None:
-    """One rank calls something else, once."""
+    """Run rounds; one rank calls another operation once."""
     for number in range(ROUNDS):
         if number == plan.at // _CALLS:
             try:
@@ -116,7 +116,7 @@ async def mismatched(coll: Communicator, plan: Plan, notes: Notes) -> None:
 
 
 async def main(plan: Plan, notes: Notes) -> None:
-    """Take part, and note how it ends."""
+    """Run the rounds, and write how they ended."""
     if plan.fault == "absent" and Environment.read().rank == plan.victim:
         await asyncio.sleep(60)
     limits = Limits(rendezvous=_LATE_SECONDS) if plan.fault == "absent" else Limits()

@@ -1,4 +1,4 @@
-"""What these benchmarks measure of a session: its first implementation, and figures that are no times."""
+"""The first implementation of a session, and records of figures that are no times."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def name_of(session: Session) -> str:
-    """Return what records call the first implementation of the plan, which is the one that `allreduce_of` uses."""
+    """Return the label of the first implementation of the plan, which `allreduce_of` uses."""
     return f"aiodist:{session.impls[0]}"
 
 
 def allreduce_of(session: Session) -> Callable[[Tensor], Handle[Tensor]]:
-    """Return what issues allreduces as that implementation."""
+    """Return a function that issues allreduces with that implementation."""
     keywords: Any = session.keywords(session.impls[0])
     return partial(session.coll.allreduce, **keywords)
 
 
 async def valued(session: Session, op: str, impl: str, value: float | None, nbytes: int | None = None) -> list[Record]:
-    """Return on rank 0 a record with the largest `value` of all ranks that have one, elsewhere nothing."""
+    """Return on rank 0 a record with the largest `value` of all ranks, on others an empty list."""
     everything = await session.coll.gather_object((value, facts()))
     if everything is None:
         return []

@@ -1,4 +1,4 @@
-"""`import torch` by interpreters in turn: whether it takes longer where aiodist is installed.
+"""`import torch` by interpreters in turn: compares environments with and without aiodist.
 
 python -m benchmarks.import_torch WITHOUT/bin/python WITH/bin/python
 """

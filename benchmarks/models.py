@@ -1,4 +1,4 @@
-"""What `bench train` trains: models and batches made from nothing but seeds, the same for every contender."""
+"""The trained models, and batches from seeds, the same for every contender."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build(name: str) -> nn.Module:
 
 
 def batch(name: str, model: nn.Module, samples: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return inputs (samples, …) and targets of the shape that `model` makes of them; each rank has its own."""
+    """Return inputs (samples, …) and targets of the model's output shape, different on each rank."""
     random = torch.Generator().manual_seed(1 + rank)
     x = torch.randn((samples, *INPUTS[name]), generator=random)
     with torch.no_grad():
@@ -44,12 +44,12 @@ def _transformer() -> nn.Module:
 
 
 def _norm(channels: int) -> nn.Module:
-    """Without running statistics: DDP broadcasts buffers in every step unless told not to, ours never does."""
+    """A norm without running statistics: DDP broadcasts buffers in every step by default, aiodist never does."""
     return nn.BatchNorm2d(channels, track_running_stats=False)
 
 
 class _Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

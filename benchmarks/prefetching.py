@@ -1,4 +1,4 @@
-"""A loader as slow as the step: our prefetch beside a plain loop and torch's DataLoader, and each alone."""
+"""A loader as slow as the step: aiodist's prefetch, a plain loop, torch's DataLoader, and each part alone."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["Loader", "Step", "measure"]
 
 SECONDS = 5e-3
-"""What loading a batch takes, and a step."""
+"""Seconds to load a batch, and of a step."""
 BATCHES = 40
 _SAMPLES, _WIDTH = 64, 256
 
 
 @dataclass(frozen=True)
 class Loader(Dataset[Tensor]):
-    """An epoch of batches, each of which takes a while: waiting for data that is far away, or preparing it here."""
+    """An epoch of batches that take time, for waiting or for computing."""
 
     waits: float
-    """Seconds."""
+    """Seconds of a batch."""
     sorts: int
-    """How often a matrix is sorted: work for one core."""
+    """Sorts of a matrix, as work for one core."""
 
     def __len__(self) -> int:
         return BATCHES
@@ -52,7 +52,7 @@ class Loader(Dataset[Tensor]):
 
 
 class Step:
-    """A training step of some length; its length is that of `repeats` small ones."""
+    """A training step as long as `repeats` small ones."""
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
@@ -68,7 +68,7 @@ class Step:
 
 
 async def measure(session: Session) -> list[Record]:
-    """Measure epochs with a loader that waits, and with one that computes and so needs a core of its own."""
+    """Measure epochs with a loader that waits, and with one that computes on another core."""
     records = []
     with torch_threads(session.coll):
         example = Loader(0.0, 0)[0]
@@ -80,7 +80,7 @@ async def measure(session: Session) -> list[Record]:
 
 
 async def _calibrated(session: Session, call: Callable[[Tensor], object], example: Tensor) -> int:
-    """Return how many calls take as long as a step is to take; the same on every rank."""
+    """Return the number of calls that take as long as a step, the same on every rank."""
     await session.fence()
     count = 1
     for _ in range(4):  # the first calls are slow, and so is the machine at times: the best of a few, again and again
@@ -117,7 +117,7 @@ _Epoch = Callable[[], Awaitable[None]]
 
 
 def _epochs(session: Session, loader: Loader, step: Step, compute: HostStream) -> dict[str, _Epoch]:
-    """Return ours, the plain loop, and what loading and computing take alone."""
+    """Return the contenders: aiodist, a plain loop, loading alone, and computing alone."""
     example = loader[0]
 
     async def ours() -> None:
@@ -147,7 +147,7 @@ def _plain(batches: Loader | DataLoader[Any], step: Callable[[Tensor], None]) ->
 
 @contextmanager
 def _dataloaders(session: Session, loader: Loader) -> Iterator[dict[str, DataLoader[Any]]]:
-    """Yield torch's, with processes that stay from epoch to epoch."""
+    """Yield torch's DataLoader with persistent workers."""
     found = {}
     if "dataloader" in session.plan.peers:
         for workers, name in ((1, "torch:dataloader"), (2, "torch:dataloader:2")):

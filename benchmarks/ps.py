@@ -1,7 +1,7 @@
-"""Pushes and pulls by size, beside torch's RPC and plain Send and Recv; small pushes a second; serving.
+"""Pushes and pulls by size, of aiodist, torch's RPC and plain Send and Recv; small pushes a second; serving.
 
-The last ranks serve, the others work. All ways live in the same processes and take turns, round by round. The servers
-wait on their loops meanwhile, except for plain Send and Recv, which they answer themselves.
+The last ranks serve, the others work. All libraries share the processes and take turns, round by round. The servers
+wait on their loops, except for plain Send and Recv, which they answer.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["COUNT", "measure"]
 _SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20)
 _SMALL = (64, 4 << 10)
 COUNT = 1000
-"""Small pushes that are under way at once."""
+"""Small pushes in flight."""
 _RULES = ("copy", "add")
 
 
 async def measure(session: Session) -> list[Record]:
-    """Measure every size of the plan, then small pushes, then what serving costs a rank that trains."""
+    """Measure every size of the plan, then small pushes, then the cost of serving for a rank that trains."""
     records = []
     with torch_threads(session.coll):
         async with _opened(session) as (ways, ps):
@@ -50,7 +50,7 @@ async def measure(session: Session) -> list[Record]:
 
 @asynccontextmanager
 async def _opened(session: Session) -> AsyncIterator[tuple[list[Way], ParameterServer]]:
-    """Open all that the plan names, and our parameter server."""
+    """Open the libraries of the plan, and the parameter server."""
     coll, ways = session.coll, list[Way]()
     async with AsyncExitStack() as stack:
         if "rpc" in session.plan.peers:
@@ -80,9 +80,9 @@ async def _measure_size(session: Session, ways: Sequence[Way], nbytes: int) -> l
 
 
 def _often(nbytes: int, repeat: int | None) -> Pace:
-    """Return how often an operation is done; others than ours take milliseconds, so less often than a collective.
+    """Return the pace of an operation: fewer samples than of a collective, since RPC takes milliseconds.
 
-    What comes right after a call of torch's RPC is slow for a while, no matter what it is.
+    Any call is slow for a while after a call of torch's RPC.
     """
     if nbytes <= 64 << 10:
         return Pace(repeat or 30, 20, warmups=min(3, repeat or 3), leads=20)
@@ -90,7 +90,7 @@ def _often(nbytes: int, repeat: int | None) -> Pace:
 
 
 async def _measure_ops(session: Session, ways: Sequence[Way], nbytes: int) -> list[Record]:
-    """Measure small pushes of one worker that are all under way at once."""
+    """Measure small pushes of one worker, all in flight."""
     async with AsyncExitStack() as stack:
         await _hold(session, ways, nbytes, stack)
         often = Pace(session.plan.repeat or 10, 1, warmups=1)
@@ -100,7 +100,7 @@ async def _measure_ops(session: Session, ways: Sequence[Way], nbytes: int) -> li
 
 
 async def _hold(session: Session, ways: Sequence[Way], nbytes: int, stack: AsyncExitStack) -> None:
-    """Have a tensor of so many bytes held in every way until the stack is left; zeros, whose sums stay zeros."""
+    """Register a tensor of zeros with every library until the end of the stack."""
     t = torch.full((nbytes // session.dtype.itemsize,), 0, dtype=session.dtype)
     for way in ways:
         await stack.enter_async_context(way.holding(t))
@@ -116,7 +116,7 @@ async def _turns(
     *,
     each: int = 1,
 ) -> list[Record]:
-    """Measure contenders in turn; a call of theirs does `each` operations."""
+    """Measure contenders in turn; a call runs `each` operations."""
 
     async def fence() -> None:
         # Not a peer's, which blocks the loop and polls: servers must wait as they do in use.

@@ -1,7 +1,7 @@
-"""`python -m benchmarks ps-convergence`: what training clients find when they talk to the server seldom.
+"""`python -m benchmarks ps-convergence`: test losses of training clients with rare exchanges.
 
-Eight workers and the centre live in this process and take turns, so figures depend on the seed alone. The clients are
-those of `aiodist.ps.training`; the server is a dict that adds what is pushed and counts bytes.
+Eight workers and the centre take turns in this process, so figures depend only on the seed. The clients are those of
+`aiodist.ps.training`; the server is a dict that adds pushes and counts bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _INPUTS, _HIDDEN, _CLASSES, _BATCH = 32, 64, 10, 32
 _TEST = 4096
 _ETA, _BETA = 0.2, 0.9
 _LOOKS = 16
-"""How often the test loss is taken."""
+"""The number of test losses."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one run found."""
+    """The result of one run."""
 
     impl: str
     tau: int
@@ -50,7 +50,7 @@ class Found:
     value: float
     """The centre's test loss after the last step."""
     nbytes: int
-    """What all workers pushed and pulled."""
+    """Bytes that all workers pushed and pulled."""
     curve: tuple[tuple[int, float], ...]
     """Steps and the centre's test loss after them."""
 
@@ -59,7 +59,7 @@ class Found:
 
 
 class Task:
-    """What a fixed random network of one hidden layer answers, for workers with samples of their own."""
+    """A task: learn a fixed random network of one hidden layer; each worker has its own samples."""
 
     def __init__(self, workers: int, steps: int, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -72,12 +72,12 @@ class Task:
 
         self.test = samples(_TEST)
         self.batches = [samples(steps, _BATCH) for _ in range(workers)]
-        """Of each worker: `(steps, batch, inputs)` and `(steps, batch)`."""
+        """The samples of each worker: `(steps, batch, inputs)` and `(steps, batch)`."""
         self.steps = steps
         self._seed = seed
 
     def model(self) -> nn.Module:
-        """Return an untrained model, always the same."""
+        """Return the untrained model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
             return nn.Sequential(nn.Linear(_INPUTS, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _CLASSES))
@@ -93,7 +93,7 @@ class Task:
 
 
 class _Over:
-    """What is over at once."""
+    """An awaitable that has finished."""
 
     def done(self) -> bool:
         return True
@@ -104,7 +104,7 @@ class _Over:
 
 
 class _Centre:
-    """A server in memory: adds what is pushed, and counts bytes."""
+    """A server in memory that adds pushes and counts bytes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -132,7 +132,7 @@ class _Centre:
 
 
 async def train(task: Task, method: str, tau: int) -> Found:
-    """Train all workers in turns, a step each, and return what the centre learnt."""
+    """Train all workers in turns, a step each, and return the result of the centre."""
     centre = _Centre(task.model())
     models = [task.model() for _ in task.batches]
     clients = [_client(method, centre, model, tau, len(models)) for model in models]
@@ -160,7 +160,7 @@ def _client(method: str, centre: _Centre, model: nn.Module, tau: int, workers: i
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tensors are small: torch's threads would only wait for one another."""
+    """Use one torch thread, as the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -183,7 +183,7 @@ async def _all(task: Task, taus: Sequence[int], tell: Callable[[str], None]) -> 
 
 
 def verdicts(found: Sequence[Found]) -> list[Verdict]:
-    """Return how the longest interval compares with the shortest: losses and bytes."""
+    """Return the losses and bytes of the longest interval, compared with the shortest."""
     least, most = (pick(one.tau for one in found) for pick in (min, max))
     by = {(one.impl, one.tau): one for one in found}
     often, seldom = by["aiodist:easgd", least], by["aiodist:easgd", most]
@@ -197,7 +197,7 @@ def verdicts(found: Sequence[Found]) -> list[Verdict]:
 
 
 def _ratio(loss: float, other: float) -> float:
-    """Return the first in terms of the second; a loss that is no number any more is infinite."""
+    """Return the ratio of two losses; a loss of NaN is infinite."""
     return loss / other if math.isfinite(loss) else math.inf
 
 
@@ -215,7 +215,7 @@ def _table(task: Task, found: Sequence[Found]) -> Table:
 
 
 def write(path: str | Path, found: Sequence[Found]) -> None:
-    """Write one run to a line, as a JSON list; a loss that is no number is null."""
+    """Write a JSON list with a line for each run; a loss of NaN is null."""
     Path(path).write_text("[\n" + ",\n".join(json.dumps(_entry(one), allow_nan=False) for one in found) + "\n]\n")
 
 
@@ -232,7 +232,7 @@ def _number(loss: float) -> float | None:
 
 
 def _plot(path: str, found: Sequence[Found]) -> None:
-    """Draw test losses by step, and by what they cost in bytes, into `path`."""
+    """Draw test losses by step and by bytes, into `path`."""
     with picture(path, columns=2) as ((curves, costs),):
         for method, style in zip(METHODS, ("-", "--"), strict=True):
             runs = [one for one in found if one.impl == f"aiodist:{method}"]
@@ -258,7 +258,7 @@ def convergence(
     workers: Annotated[int, typer.Option(metavar="P", min=1, help="How many workers take turns.")] = 8,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each worker.")] = 1024,
     taus: Annotated[str, typer.Option(metavar="1,64", help="Steps between exchanges.")] = "1,4,16,64",
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of the task and of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of the task.")] = 0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the records there.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw them there.")] = None,
 ) -> None:

@@ -1,6 +1,6 @@
-"""Rows of a table beside a plain tensor of as many bytes: `aiodist run -n 2 benchmarks/ps_rows.py [SERVERS]`.
+"""Rows of a table, and a plain tensor with the same bytes: `aiodist run -n 2 benchmarks/ps_rows.py [SERVERS]`.
 
-The first rank pushes and pulls, the last ranks serve. All ways take turns; medians, in milliseconds, and the ratio to
+The first rank pushes and pulls, the last ranks serve. All calls take turns; medians, in milliseconds, and the ratio to
 the plain tensor's. `grouped` are the calls that `Embedding` makes.
 """
 
@@ -19,7 +19,7 @@ from aiodist.ps import ParameterServer
 
 _DIM = 64
 _ROWS = ((4096, 60), (65536, 20))
-"""How many rows, and how many rounds."""
+"""Numbers of rows, and rounds for each."""
 _WARMUPS = 3
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint of a server while pushes go on: `aiodist run -n 2 -m benchmarks.ps_saving [GB]`; medians of rounds.
+"""A checkpoint of a server during pushes: `aiodist run -n 2 -m benchmarks.ps_saving [GB]`; medians of rounds.
 
-Pushes go to a tensor that is saved last, 64 KiB each, or in turn to all that is saved, 4 MiB each. What the same pushes
-suffer from a thread that writes as many bytes, and does nothing else, is told beside: it is the floor. Nothing is
-removed meanwhile: that takes 0.15 s a GB where a file system tells the disk at once of what is free (`discard`).
+Pushes go to the tensor that is saved last, 64 KiB each, or in turn to all tensors, 4 MiB each. For comparison, the same
+pushes run while a thread only writes the same number of bytes. No file is removed during a round, which would take
+0.15 s a GB on a file system with `discard`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS = 0.5
 
 
 async def main() -> None:
-    """Rank 0 pushes, the other one serves."""
+    """Push on rank 0, and serve on rank 1."""
     torch.set_num_threads(1)
     names = [f"saved {i}" for i in range(round(float(sys.argv[1] if len(sys.argv) > 1 else 1) * 1e9 / NBYTES))]
     async with aiodist.init() as coll, ParameterServer(coll, servers=1, rule="add") as ps:
@@ -52,7 +52,7 @@ async def main() -> None:
 
 
 async def _measure(what: str, push: Callable[[], Awaitable[Any]], ps: ParameterServer, path: Path, nbytes: int) -> None:
-    """Print what a save costs such pushes, and how long it takes."""
+    """Print the slowdown of pushes by a save, and its time."""
     slowed: dict[str, list[float]] = {"save": [], "writer": []}
     took: dict[str, list[float]] = {"save": [], "writer": [], "alone": []}
     for turn in range(1 + ROUNDS):
@@ -82,7 +82,7 @@ async def _measure(what: str, push: Callable[[], Awaitable[Any]], ps: ParameterS
 
 
 async def _pushes(push: Callable[[], Awaitable[Any]], over: Callable[[], bool]) -> float:
-    """Push until that is over; return the mean seconds of a push."""
+    """Push until a task has finished; return the mean seconds of a push."""
     began, count = perf_counter(), 0
     while not count or not over():
         await push()
@@ -100,7 +100,7 @@ def _in_thread(path: Path, nbytes: int) -> asyncio.Task[float]:
 
 
 def _write(path: Path, nbytes: int) -> float:
-    """Return the seconds in which a file of so many bytes is on the disk, past the cache."""
+    """Return the seconds to write a file of `nbytes` to the disk, past the cache."""
     buffer = mmap.mmap(-1, _PIECE_BYTES)
     buffer.write(os.urandom(_PIECE_BYTES))
     began = perf_counter()

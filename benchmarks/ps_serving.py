@@ -1,4 +1,4 @@
-"""What it costs a training step that its rank also serves: the first server trains while the first worker pulls."""
+"""The cost of serving for training steps: the first server trains while the first worker pulls."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ MODES: dict[str, Literal["snapshot", "lock-free"] | None] = {
     "aiodist:ps": "snapshot",
     "aiodist:ps:lock-free": "lock-free",
 }
-"""How is pulled, by what the records call it."""
+"""Read modes of pulls, by label."""
 _NBYTES = 1 << 20
 _PULL_SECONDS = 0.1
-"""From one pull to the next."""
+"""Seconds from one pull to the next."""
 PULLS = 8
-"""In a turn."""
+"""Pulls of a turn."""
 _STEP_SECONDS = 15e-3
 _NAME = "served"
 
 
 async def measure(session: Session, ps: ParameterServer) -> list[Record]:
-    """Return records of the step (`serving_step`), of the pulls (`serving_pull`), and by how much a step is slowed.
+    """Return records of the step (`serving_step`), of the pulls (`serving_pull`), and of the slowdown of a step.
 
-    That is `serving`: the median over all rounds of the step's mean beside pulls to the step's mean without. Steps are
-    not looked at one by one, since most meet no pull.
+    The slowdown, `serving`, is the median over all rounds of the ratio of the mean steps with and without pulls. Single
+    steps are not compared, since most meet no pull.
     """
     trains, pulls = ps.rank == ps.servers[0], ps.rank == ps.workers[0]
     t = torch.zeros(_NBYTES // 4)
@@ -68,7 +68,7 @@ async def measure(session: Session, ps: ParameterServer) -> list[Record]:
 
 
 def _step(compute: HostStream) -> Callable[[], Awaitable[None]]:
-    """Return a training step of some length on a stream."""
+    """Return a training step of a known length on a stream."""
     batch = torch.randn(64, 256)
     once = Step(1)
     seconds = []
@@ -85,7 +85,7 @@ def _step(compute: HostStream) -> Callable[[], Awaitable[None]]:
 
 
 async def _train(step: Callable[[], Awaitable[None]]) -> float:
-    """Return the mean seconds of a step, over as long as pulls go on."""
+    """Return the mean seconds of a step during the pulls."""
     began = perf_counter()
     count = 0
     while perf_counter() - began < PULLS * _PULL_SECONDS:

@@ -1,7 +1,7 @@
-"""Ways to push and to pull: our parameter server, torch's RPC, plain Send and Recv; the same tensors on the same ranks.
+"""Pushes and pulls of the parameter server, torch's RPC, and plain Send and Recv, with the same tensors and ranks.
 
-Every rank has each way. On a worker its contenders make requests; on a server they do nothing where the library serves
-by itself, and answer one request of each worker where it does not.
+Every rank opens each library. On a worker the contenders make requests. On a server they answer one request of each
+worker, or do nothing if the library serves on its own threads.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["SPLIT_BYTES", "Mpi", "Ours", "Roles", "Rpc", "Way", "rpc_opened"]
 
 SPLIT_BYTES = 1 << 20
-"""Tensors of so many bytes are cut over all servers."""
+"""Bytes from which a tensor is split over all servers."""
 _NOTHING = bytearray()
 _APPLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"copy": Tensor.copy_, "add": Tensor.add_}
 
 
 class Roles(NamedTuple):
-    """Who does what."""
+    """The roles of the ranks."""
 
     rank: int
     servers: tuple[int, ...]
@@ -43,42 +43,42 @@ class Roles(NamedTuple):
 
     @property
     def works(self) -> bool:
-        """This rank makes requests."""
+        """True on a rank that makes requests."""
         return self.rank in self.workers
 
     def parts(self, t: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the servers of flat `t`, each with its block: as our parameter server cuts it."""
+        """Return the servers of flat `t`, each with its block, as the parameter server splits it."""
         spans = place(str(t.nbytes), t.numel(), t.itemsize, self.servers, SPLIT_BYTES)
         return [(span.rank, t[span.start : span.stop]) for span in spans]
 
 
 class Way(Protocol):
-    """One way, with its contenders for the tensor in hand."""
+    """A library, with contenders for one tensor."""
 
     name: str
 
     def holding(self, t: Tensor) -> AbstractAsyncContextManager[None]:
-        """Have servers hold such a tensor while the block runs; all ranks enter it, workers push and pull `t`."""
+        """Register a tensor with the servers during the block, which all ranks enter; workers push and pull `t`."""
 
     def push(self, rule: str) -> Contender:
-        """Done when the servers have applied it."""
+        """Push; finished when the servers have applied the push."""
 
     def pull(self) -> Contender:
-        """Done when the values are here."""
+        """Pull; finished when the values have arrived."""
 
     def push_pull(self, rule: str) -> Contender:
         """Push, then pull."""
 
     def pushes(self, rule: str, count: int) -> Contender:
-        """Push so many times without waiting, from the first worker; done when all are applied."""
+        """Push `count` times without waiting, from the first worker; finished when all pushes are applied."""
 
 
 async def _nothing() -> None:
-    """What a rank does that has no part in it."""
+    """The call of a rank without a part."""
 
 
 class Ours:
-    """`ParameterServer`; with `arena` the tensors of the workers lie in memory that the ranks of a host share."""
+    """`ParameterServer`; `arena` puts the tensors of workers into memory that the ranks of a host share."""
 
     def __init__(self, ps: ParameterServer, coll: Communicator, roles: Roles, *, arena: bool) -> None:
         self.name = "aiodist:ps-arena" if arena else "aiodist:ps"
@@ -132,7 +132,7 @@ class Ours:
 # --- torch's RPC -----------------------------------------------------------------------------------------------------
 
 _SHARDS: dict[int, Tensor] = {}
-"""What this server holds, by the bytes of the whole tensor: RPC calls functions by their names."""
+"""The shards of this server, by the bytes of the whole tensor; RPC finds functions by name."""
 
 
 def _rpc_push(key: int, value: Tensor, rule: str) -> None:
@@ -153,7 +153,7 @@ def _rpc_name(rank: int) -> str:
 
 @asynccontextmanager
 async def rpc_opened(coll: Communicator) -> AsyncIterator[None]:
-    """Have `torch.distributed.rpc` between all ranks while the block runs; all of them enter it."""
+    """Run `torch.distributed.rpc` between all ranks during the block, which all ranks enter."""
     import torch.distributed.rpc as rpc
 
     if not rpc.is_available():
@@ -179,7 +179,7 @@ def _free_port(host: str) -> int:
 
 
 class Rpc:
-    """`rpc_sync`, as PyTorch's parameter-server tutorial has it, with functions that find the shard by a key."""
+    """`rpc_sync`, as in PyTorch's parameter-server tutorial, with functions that find the shard by a key."""
 
     name = "rpc"
 
@@ -238,7 +238,7 @@ class Rpc:
 
 @contextmanager
 def _held(key: int, mine: list[Tensor]) -> Iterator[None]:
-    """Let this rank's functions find its block, if it has one."""
+    """Register the block of this rank, if it has one."""
     for part in mine:
         _SHARDS[key] = torch.zeros_like(part)
     try:
@@ -251,9 +251,9 @@ def _held(key: int, mine: list[Tensor]) -> Iterator[None]:
 
 
 class Mpi:
-    """mpi4py's blocking calls on the memory of the tensors; a server receives into its shard, or adds what it received.
+    """mpi4py's blocking calls on the memory of the tensors; a server receives into its shard, or adds to it.
 
-    An empty message says that a push was applied, and asks for a pull.
+    An empty message acknowledges a push, or requests a pull.
     """
 
     name = "mpi"
@@ -332,13 +332,13 @@ class Mpi:
             self._comm.Recv(part, rank)
 
     def _serve(self, shard: Tensor, buffer: Tensor | None, rule: str | None, *, answers: bool) -> None:
-        """Answer one request of each worker, in the order in which they come."""
+        """Answer one request of each worker, in order of arrival."""
         for _ in self._roles.workers:
             source = self._take(shard, buffer, rule)
             self._comm.Send(self._memory(shard) if answers else _NOTHING, source)
 
     def _take(self, shard: Tensor, buffer: Tensor | None, rule: str | None, source: int | None = None) -> int:
-        """Receive one request and apply it; return whose it was."""
+        """Receive one request and apply it; return its rank."""
         status = self._mpi.Status()
         into = shard if rule == "copy" else buffer
         memory = _NOTHING if into is None else self._memory(into)

@@ -1,6 +1,6 @@
-"""A RecordIO file read, checked and cut into records, beside plain reads of the same file, from the disk each time.
+"""A RecordIO file read, checked and cut into records, and plain reads of the same file, each time from the disk.
 
-The file lies where temporary files lie (`TMPDIR`). Before each reading the kernel is told to forget its pages.
+The file is a temporary file (`TMPDIR`), whose pages leave the kernel's cache before each read.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _write(path: Path, rank: int) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Have the file's pages written and dropped from memory."""
+    """Write the file's pages to the disk, and drop them from memory."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def measure(session: Session) -> list[Record]:
-    """Measure all ways in turns; each rank reads a file of its own, alone in its queue."""
+    """Measure all readers in turns; each rank reads its own file, alone in its queue."""
     names = [*session.impls, *session.plan.peers]
     times: dict[str, list[float]] = {name: [] for name in names}
     alone = await session.coll.split(session.coll.rank)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks recovery`: how long ranks take to go on where one is killed, and to grow; loads no torch."""
+"""`python -m benchmarks recovery`: seconds to recover from a killed rank, and to grow; loads no torch."""
 
 from __future__ import annotations
 

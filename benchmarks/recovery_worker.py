@@ -1,4 +1,4 @@
-"""A rank of `python -m benchmarks recovery`: ranks are killed, and others started in their place, again and again.
+"""A rank of `python -m benchmarks recovery`: rounds in which a rank is killed and another one replaces it.
 
 Each line is the median and the largest of all rounds, of the slowest rank of each: from SIGKILL to the error, to the
 new communicator, and to the end of the first step on it; and from the call of `grow` to the end of the first step
@@ -25,16 +25,16 @@ from aiodist import Communicator  # noqa: E402
 
 _ROUNDS = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 8  # pytest looks for doctests
 _AHEAD = 0.2
-"""Seconds before it is killed in which a rank says when that will be."""
+"""Seconds between the announcement and the death of a rank."""
 _STEPS = 5
-"""Before each death."""
+"""Steps before each death."""
 _NAMES = ("SIGKILL to PeerLost", "to the new communicator", "to the next step", "grow to the first step")
 _ASKED = {1: (0.1, 0.3, 1.0, 1.0), 2: (1.0, 2.0, 5.0, 1.0)}
-"""Seconds, by the number of hosts."""
+"""Limits in seconds, by the number of hosts."""
 
 
 class Training:
-    """Some steps of a small net, with gradients summed by hand."""
+    """Training of a small net, with gradients summed by hand."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Training:
         self._x = torch.randn(32, 64)
 
     async def step(self, coll: Communicator) -> None:
-        """Do one step with all ranks."""
+        """Run one step with all ranks."""
         self._net.zero_grad()
         self._net(self._x).square().mean().backward()
         await coll.allreduce([p.grad for p in self._net.parameters() if p.grad is not None], op="mean")
@@ -52,7 +52,7 @@ class Training:
                 p.sub_(p.grad, alpha=1e-3)
 
     async def synchronize(self, coll: Communicator) -> None:
-        """Give the parameters of rank 0 to all."""
+        """Broadcast the parameters of rank 0."""
         await coll.broadcast([p.detach() for p in self._net.parameters()])
 
 
@@ -77,7 +77,7 @@ async def main() -> None:
 
 
 async def _lose_one(coll: Communicator, training: Training, number: int) -> tuple[Communicator, list[float]]:
-    """Have one rank killed; return the world without it, and how long it took until what."""
+    """Kill one rank; return the world without it, and the seconds to each stage of the recovery."""
     victim = (number * 3 + 1) % coll.size
     killed = 0.0
     try:
@@ -101,7 +101,7 @@ async def _lose_one(coll: Communicator, training: Training, number: int) -> tupl
 
 
 async def _began(coll: Communicator, training: Training, called: float, times: list[list[float]]) -> list[list[float]]:
-    """Do the first step of a world that grew; return the times of all rounds, of the slowest rank of each."""
+    """Run the first step of a world that grew; return the times of all rounds, on the slowest rank of each."""
     await training.synchronize(coll)
     await training.step(coll)
     ended = monotonic()

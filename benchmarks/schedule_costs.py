@@ -1,6 +1,6 @@
-"""What schedules cost, without a run: the messages and elements that the busiest rank sends; and a lower bound.
+"""Costs of schedules, without a run: messages and elements of the busiest rank; and a lower bound.
 
-A cost takes `(size, n)`, or `(size, blocks)`, `(size, sends)` of alltoall, and `chunks=` where the schedule does.
+A cost takes `(size, n)`, or `(size, blocks)`, `(size, sends)` of alltoall, and `chunks=` if the schedule has chunks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ __all__ = ["Cost", "cost_of", "lower_bound"]
 
 
 class Cost(NamedTuple):
-    """What the busiest rank sends; messages and elements may be of different ranks."""
+    """The largest numbers of messages and of elements that a rank sends."""
 
     messages: int
     elements: int
 
 
 def cost_of(operation: str, name: str) -> Callable[..., Cost]:
-    """Return what says the cost of a schedule."""
+    """Return the function for the cost of a schedule."""
     return _COSTS[operation][name]
 
 
 def lower_bound(operation: str, size: int, n: int) -> Cost:
-    """Return what no algorithm undercuts: messages one after another, and elements that some rank sends or receives.
+    """Return the least that any algorithm needs: messages in sequence, and elements that some rank sends or receives.
 
-    `n` is the elements of the longest buffer of a rank: the result of allgather, the tensor of reduce_scatter, what
-    a rank sends in alltoall. Each message tells at most one more rank, so log2(size) rounds, rounded up; rounding up
-    of elements too. Chan, Heimlich, Purkayastha, van de Geijn: Collective communication: theory, practice, and
+    `n` is the elements of the longest buffer of a rank: the result of allgather, the tensor of reduce_scatter, the
+    input of a rank in alltoall. Each message informs at most one more rank, so log2(size) rounds, rounded up; elements
+    are rounded up too. Chan, Heimlich, Purkayastha, van de Geijn: Collective communication: theory, practice, and
     experience, 2007, section 3, DOI 10.1002/cpe.1206.
     """
     if size == 1 or n == 0:
@@ -58,7 +58,7 @@ def _ring_allreduce(size: int, n: int, *, chunks: int = 1) -> Cost:
 
 
 def _all_but_mine(size: int, blocks: Blocks, *, chunks: int = 1) -> Cost:
-    """Each rank sends all chunks but those of its own block."""
+    """Each rank sends all chunks except those of its own block."""
     if size == 1:
         return Cost(0, 0)
     counts = blocks.counts()
@@ -67,27 +67,27 @@ def _all_but_mine(size: int, blocks: Blocks, *, chunks: int = 1) -> Cost:
 
 
 def _tree_broadcast(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """What root sends: everything to each of its children."""
+    """Root sends everything to each of its children."""
     return Cost(rounds(size) * len(lanes_of(n, chunks)), rounds(size) * n)
 
 
 def _tree_reduce(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """Everybody but root sends everything once."""
+    """Every rank except root sends everything once."""
     return Cost(len(lanes_of(n, chunks)), n) if size > 1 else Cost(0, 0)
 
 
 def _chain(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """Everybody but the last sends everything once."""
+    """Every rank except the last sends everything once."""
     return Cost(len(cut(n, chunks)), n) if size > 1 else Cost(0, 0)
 
 
 def _direct_broadcast(size: int, n: int) -> Cost:
-    """What root sends."""
+    """Root sends all blocks except its own."""
     return Cost(size - 1 if n else 0, (size - 1) * n)
 
 
 def _direct_reduce(size: int, n: int) -> Cost:
-    """Everybody but root sends everything once."""
+    """Every rank except root sends everything once."""
     return Cost(1, n) if size > 1 and n else Cost(0, 0)
 
 
@@ -97,7 +97,7 @@ def _direct_allgather(size: int, blocks: Blocks) -> Cost:
 
 
 def _bruck_allgather(size: int, blocks: Blocks) -> Cost:
-    """The most that any rank has before each exchange, as far as it is sent."""
+    """The largest part of a rank before each exchange, as far as it is sent."""
     sent = [min(1 << i, size - (1 << i)) for i in range(rounds(size))]
     if blocks.total == 0:
         return Cost(0, 0)
@@ -110,7 +110,7 @@ def _bruck_allgather(size: int, blocks: Blocks) -> Cost:
 
 
 def _bruck_alltoall(size: int, sends: Blocks) -> Cost:
-    """At each distance, the blocks whose way has that bit: of each 2 distance blocks in a row, the last half."""
+    """At each distance, the blocks with that bit in their distance: the last half of each 2 * distance blocks."""
     count = sends.largest
     moved = 0
     for distance in (1 << i for i in range(rounds(size))):
@@ -127,7 +127,7 @@ def _doubling_allreduce(size: int, n: int) -> Cost:
 
 
 def _doubling_scan(size: int, n: int) -> Cost:
-    """Rank 0 has somebody above it at each distance."""
+    """Rank 0 has a rank above it at each distance."""
     return Cost(rounds(size) if n else 0, rounds(size) * n)
 
 
@@ -158,7 +158,7 @@ def _halving_reduce_scatter(size: int, blocks: Blocks) -> Cost:
 
 
 def _doubling_allgather(size: int, blocks: Blocks) -> Cost:
-    """What each rank of the core has before each exchange, and all for one that acts for another."""
+    """The part of each rank of the core before each exchange, and everything for a rank that acts for another."""
     core = Core.of(size)
     bounds = [bound(blocks, core, i) for i in range(core.count + 1)]
     acts = [core.acts(core.rank(i)) for i in range(core.count)]

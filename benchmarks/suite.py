@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` measures with the options of `aiodist bench`, by name."""
+"""The benchmarks with the options of `aiodist bench`, by name."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from aiodist.errors import ConfigError
 __all__ = ["BENCHMARKS", "MODELS", "batches", "models", "servers"]
 
 MODELS = {"mlp": (32, 256), "conv": (32,), "transformer": (4, 32), "tiny1000": (1,)}
-"""What is trained, and the batches of one rank for which there are speeds to reach."""
+"""The trained models, and the batches of one rank with targets."""
 _SIZES = tuple((64 << 10) * 4**power for power in range(6))  # 64 KiB to 64 MiB
 _TARGETS = "benchmarks.targets"
 _OF_AWAITS = "benchmarks.await_targets"
 
 
 def models(plan: Plan) -> tuple[str, ...]:
-    """Return what is to be trained."""
+    """Return the models of the plan."""
     known = tuple(MODELS) if plan.op in ("train", "engine") else ()
     given = plan.own.get("model")
     if given is None:
         return known
     if not known:
-        raise ConfigError(f"--model: {plan.op} trains nothing")
+        raise ConfigError(f"--model: {plan.op} has no model")
     return parse_names("--model", given, known)
 
 
 def batches(plan: Plan, model: str) -> tuple[int, ...]:
-    """Return how many samples one rank is to have in a step of a model."""
+    """Return the batches of one rank for a model."""
     given: str | None = plan.own.get("batch")
     if given is None:
         return MODELS[model]
@@ -39,7 +39,7 @@ def batches(plan: Plan, model: str) -> tuple[int, ...]:
 
 
 def servers(plan: Plan) -> int:
-    """Return how many ranks, the last ones, are to serve."""
+    """Return the number of ranks that serve, the last ones."""
     return plan.own.get("servers") or 1
 
 

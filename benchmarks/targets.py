@@ -1,4 +1,4 @@
-"""The speeds that training, jobs and a parameter server are to reach on 2 ranks, and whether records reach them."""
+"""Targets of training and the parameter server on 2 ranks, and verdicts on records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["reached", "verdicts"]
 
 
 def reached(records: Sequence[Record]) -> list[Table]:
-    """Return a table of them, where there is one to show."""
+    """Return a table of the verdicts, if there are any."""
     found = verdicts(records)
     return [verdict_table(found)] if found else []
 
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:
-    """Return what the records have figures for, ours against the peer measured in the same run."""
+    """Return a verdict for each figure of the records, compared with the peer of the same run."""
     found = list(records)
     return [
         *_steps(found),
@@ -39,11 +39,11 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
 _OVER_NONE = {("mlp", 32): 1.05, ("transformer", 4): 1.06, ("conv", 32): 1.04, ("tiny1000", 1): 1.15}
 _OVER_NONE_OTHERS = 1.06
 _OTHER_CPU = {("conv", 32): 2.0, ("transformer", 4): 6.0}
-"""Milliseconds of all threads but the one that computes, in a step."""
+"""Milliseconds of all threads in a step, without the computing one."""
 
 
 def _steps(records: Sequence[Record]) -> list[Verdict]:
-    """Training steps, ours against others of the same model, batch and run."""
+    """Judge training steps, compared with others of the same model, batch and run."""
     lines = []
     for mine in records:
         if not mine.op.startswith("train:") or mine.thread is not None:
@@ -63,9 +63,9 @@ def _steps(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _step_cpu(records: Sequence[Record]) -> list[Verdict]:
-    """What communication costs in CPU, beside the thread that computes.
+    """Judge the CPU time of all threads except the computing one.
 
-    What these threads take in a step of `none` is not ours: gloo's thread, for one, is never quite idle.
+    The CPU time of these threads in a step of `none` is subtracted: gloo's thread, for one, is never idle.
     """
     used = {(r.op, r.batch, r.impl): r.cpu for r in records if r.thread == OTHERS and r.cpu is not None}
     lines = []
@@ -78,7 +78,7 @@ def _step_cpu(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _engine(records: Sequence[Record]) -> list[Verdict]:
-    """Steps of the engine against those of the bare loop, in turns with the same net."""
+    """Judge steps of the engine, compared with the bare loop."""
     bare = {(r.op, r.batch): r.seconds for r in records if r.impl == "bare"}
     return [
         Verdict(f"{r.op} {r.batch} / bare loop", ratio(r.seconds, bare[r.op, r.batch]), "x", 1.03)
@@ -88,7 +88,7 @@ def _engine(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _lags(records: Sequence[Record]) -> list[Verdict]:
-    """The ticker beside `net.step`."""
+    """Judge the lateness of the loop during `net.step`."""
     return [
         Verdict(f"{record.op.removeprefix('train:')} {record.batch} {record.impl}, loop lag", lag * 1e3, "ms", 5.0)
         for record in records
@@ -97,9 +97,9 @@ def _lags(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _epochs(records: Sequence[Record]) -> list[Verdict]:
-    """An epoch of ours against the slower of what loading alone and computing alone take.
+    """Judge an epoch of prefetch, compared with the slower one of loading alone and computing alone.
 
-    Where both compute, that is only to be had where each rank has two cores.
+    If both compute, each rank needs two cores.
     """
     lines = []
     for op in ("prefetch", "prefetch:cpu"):
@@ -113,7 +113,7 @@ def _epochs(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _served(records: Sequence[Record]) -> list[Verdict]:
-    """A parameter server's large pushes and pulls against others', its small pushes, and the step beside it."""
+    """Judge large pushes and pulls, small pushes, and the step of a rank that serves."""
     lines = []
     for mine in records:
         for size, ours, theirs, target in _PUSHES_AND_PULLS:
@@ -135,7 +135,7 @@ def _served(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _readings(records: Sequence[Record]) -> list[Verdict]:
-    """Records read from the disk against plain reads of the same file."""
+    """Judge records from the disk, compared with plain reads of the same file."""
     seconds = {r.impl: r.seconds for r in records if r.op == "reading"}
     return [
         Verdict(f"reading {impl}, speed / plain", ratio(seconds["plain"], took), "x", 0.7, at_least=True)
@@ -145,11 +145,11 @@ def _readings(records: Sequence[Record]) -> list[Verdict]:
 
 
 _FEWER_SECONDS = {"powersgd": 1 / 5, "topk": 1 / 3, "bf16": 1 / 1.7}
-"""Steps of the mlp between two hosts at 1 Gb/s that compress, against plain ones."""
+"""Target ratios of compressed steps to plain ones, for the mlp between two hosts at 1 Gb/s."""
 
 
 def _codecs(records: Sequence[Record]) -> list[Verdict]:
-    """Coding on one core, and steps that compress."""
+    """Judge coding on one core, and compressed steps."""
     coded = {r.impl.removeprefix("aiodist:"): r for r in records if r.op == "codecs" and r.seconds}
     lines = [
         Verdict(f"{name}, encoded and decoded", (r.nbytes or 0) / (r.seconds or 1.0) / 1e9, "GB/s", 1.5, at_least=True)
@@ -167,7 +167,7 @@ def _codecs(records: Sequence[Record]) -> list[Verdict]:
 
 
 def _checkpoints(records: Sequence[Record]) -> list[Verdict]:
-    """How long a checkpoint holds the loop and the steps up, and what a step beside its writing takes."""
+    """Judge the time for which a checkpoint blocks loop and steps, and steps during the writing."""
     seconds = {r.impl: r.seconds for r in records if r.op == "checkpoint" and r.seconds}
     lines = [
         Verdict(f"checkpoint of the mlp, {what}", seconds[name] * 1e3, "ms", 30.0)

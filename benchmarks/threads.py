@@ -1,4 +1,4 @@
-"""CPU seconds of each thread of this process, as the kernel has counted them."""
+"""CPU seconds of each thread of this process, from the kernel."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 __all__ = ["OTHERS", "cpu_seconds", "mean", "since"]
 
 OTHERS = "all but the computing"
-"""What records call all threads together but the one that computes."""
+"""Label of all threads except the computing one."""
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Return the CPU seconds of the threads that live, by name; those of one name together.
+    """Return the CPU seconds of the live threads, summed by name.
 
-    A name is Python's where Python started the thread, without what tells it from others of its kind, else the
-    kernel's: `pt_autograd_0` is torch's.
+    Threads of Python have Python's name, without its number, others the kernel's: `pt_autograd_0` is torch's.
     """
     known = {thread.native_id: thread.name.partition(" ")[0] for thread in threading.enumerate()}
     spent: defaultdict[str, float] = defaultdict(float)
@@ -32,7 +31,7 @@ def cpu_seconds() -> dict[str, float]:
 
 
 def since(before: Mapping[str, float]) -> dict[str, float]:
-    """Return what each thread has used since `cpu_seconds` said `before`; what has ended meanwhile is not told of."""
+    """Return the CPU seconds of each live thread since `before`, a result of `cpu_seconds`."""
     return {name: seconds - before.get(name, 0.0) for name, seconds in cpu_seconds().items()}
 
 

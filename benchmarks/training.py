@@ -1,4 +1,4 @@
-"""Training steps: ours beside a loop that does not communicate and beside torch's DDP, on copies of one model."""
+"""Training steps of aiodist, of torch's DDP, and of a loop without communication, on copies of one model."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["TRAINERS", "Setting", "Trainer", "measure", "torch_threads"]
 
 RATE = 1e-6  # so small that a thousand steps on one batch leave the gradients as they are
 _SECONDS = 20.0
-"""How long one model with one batch is measured, all contenders together."""
+"""Seconds for one model with one batch, all contenders together."""
 WARMUPS = 2
 _STEPS = 3
-"""Timed steps in a turn; one more comes before them, in which the caches forget the contender before."""
+"""Timed steps in a turn, after one that clears the caches of the contender before."""
 LAG_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders train, on this rank."""
+    """The model and the batch of this rank, for all contenders."""
 
     model: str
     x: Tensor
@@ -51,7 +51,7 @@ class Setting:
 
     @classmethod
     def make(cls, model: str, samples: int, coll: Communicator) -> Setting:
-        """Return `model` with a batch of so many samples."""
+        """Return `model` with a batch of `samples`."""
         x, y = models.batch(model, models.build(model), samples, coll.rank)
         return cls(model, x, y, coll)
 
@@ -66,13 +66,13 @@ async def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Trainer:
-    """One contender: `step` is one training step, `drain` waits for what a step left behind."""
+    """A contender: `step` runs one training step, `drain` waits for its pending work."""
 
     name: str
     step: Callable[[], Awaitable[None]]
     drain: Callable[[], Awaitable[None]] = _nothing
     net: DataParallel | None = None
-    """Of ours."""
+    """The net of aiodist, None for others."""
 
     @property
     def computes(self) -> str:
@@ -81,12 +81,12 @@ class Trainer:
 
 
 class _Extras(NamedTuple):
-    """What one rank knows of a contender beside its times."""
+    """Figures of one rank for a contender, in addition to times."""
 
     overlap: float | None
     loop_lag: float | None
     cpu: dict[str, float]
-    """CPU seconds of each thread in a step, and of all but the one that computes, by name."""
+    """CPU seconds of each thread in a step, by name, and of all except the computing one."""
 
 
 _LEAST_CPU = 1e-5  # a step: threads that had less are not told of
@@ -119,7 +119,7 @@ async def _datapar(
 async def _ahead(
     setting: Setting, name: str, make: Callable[[DataParallel, Callable[..., torch.optim.Optimizer]], Awaitable[Driver]]
 ) -> AsyncIterator[Trainer]:
-    """One whose next forward begins before all is done."""
+    """A contender with an optimizer that overlaps the next forward."""
     net = await DataParallel.create(models.build(setting.model), setting.coll)
     optimizer = await make(net, _optimizer)
 
@@ -137,7 +137,7 @@ async def _ahead(
 
 @asynccontextmanager
 async def _sync(setting: Setting) -> AsyncIterator[Trainer]:
-    """All of backward, then one reduction of everything: what others must beat to have hidden anything."""
+    """A whole backward, then one reduction of all gradients: a baseline without overlap."""
     net = await DataParallel.create(models.build(setting.model), setting.coll)
     optimizer = _optimizer(list(net.parameters()))
 
@@ -188,7 +188,7 @@ TRAINERS: dict[str, Callable[[Setting], AbstractAsyncContextManager[Trainer]]] =
     "ddp": _ddp,
     **{name: partial(_datapar, name=name, compress=codec) for name, codec in COMPRESSED.items()},
 }
-"""The contenders by name: all ranks open the same in the same order."""
+"""The contenders by name; all ranks open the same ones in the same order."""
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ async def measure(session: Session) -> list[Record]:
 
 @contextmanager
 def torch_threads(coll: Communicator) -> Iterator[int]:
-    """Give each rank of this host its share of the cores that it may use while the block runs, one at least."""
+    """Give each rank of this host its share of the cores during the block, at least one."""
     before = torch.get_num_threads()
     count = max(1, min((os.cpu_count() or 1) // coll.local_size, len(os.sched_getaffinity(0))))
     torch.set_num_threads(count)
     try:
         yield count
     finally:
-        if before != count:  # else another rank of this process has set them, and sets them back
+        if before != count:  # else another rank of this process restores them
             torch.set_num_threads(before)
 
 
@@ -242,7 +242,7 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
 def _completed(
     records: list[Record], extras: list[dict[str, _Extras]] | None, *, batch: int, nbytes: int
 ) -> list[Record]:
-    """Return records with what all ranks know beside the times, then one for each thread."""
+    """Return records with the extra figures of all ranks, then one for each thread."""
     found = []
     by_thread = []
     for record in records:
@@ -268,12 +268,12 @@ def _completed(
 
 
 class _Rounds(NamedTuple):
-    """What one rank found, by contender."""
+    """The figures of one rank, by contender."""
 
     times: dict[str, list[float]]
     """Seconds of each step."""
     overlaps: dict[str, float]
-    """The share of communication that was hidden in all of them."""
+    """The share of communication that overlapped computation."""
     cpu: dict[str, dict[str, float]]
     """CPU seconds a step, by thread."""
 
@@ -306,7 +306,7 @@ async def _rounds(session: Session, trainers: Sequence[Trainer]) -> _Rounds:
 
 
 def _with_others(cpu: dict[str, float], trainer: Trainer) -> dict[str, float]:
-    """Return it with one figure more: all threads but the one that computes."""
+    """Return `cpu` with the sum of all threads except the computing one."""
     return cpu | {threads.OTHERS: sum(seconds for name, seconds in cpu.items() if name != trainer.computes)}
 
 
@@ -315,11 +315,10 @@ _Step = tuple[float, dict[str, float]]
 
 
 async def _turns(session: Session, trainers: Sequence[Trainer]) -> dict[str, list[_Step]]:
-    """Have each make its steps, every one of which begins at a barrier.
+    """Run the steps of each contender, each step after a barrier.
 
-    So none pays for a rank that the step before made late; and since the slowest rank counts, waiting for a slower rank
-    is in all of them alike, also in `none`, which waits for nobody. What a pipelined step leaves behind is done in the
-    next one, or while the slowest rank makes this one.
+    So no step pays for a rank that the step before delayed. As the slowest rank counts, every contender includes the
+    wait for it, also `none`. The pending work of a pipelined step runs in the next step, or during the wait.
     """
     found: dict[str, list[_Step]] = {one.name: [] for one in trainers}
     for one in trainers:
@@ -337,11 +336,11 @@ async def _turns(session: Session, trainers: Sequence[Trainer]) -> dict[str, lis
 
 
 async def _lag(session: Session, ours: Trainer, seconds: float) -> float:
-    """Return how late a ticker on the loop is beside steps of about `seconds`; what it costs is in no other figure."""
+    """Return the lateness of a ticker during steps of about `seconds`, apart from the other figures."""
     steps = await session.coll.broadcast(min(100, max(3, round(LAG_SECONDS / seconds))))
     await session.fence()
     gc.collect()
-    gc.freeze()  # a pass over all that the contenders and torch have made stops the process for 100 ms, and is not ours
+    gc.freeze()  # a collection of all objects of torch and the contenders would stop the process for 100 ms
     async with ticker() as lateness:
         for _ in range(steps):
             await ours.step()

@@ -1,4 +1,4 @@
-"""What watching costs, on and off in turn in one job: `aiodist run -n 2 -m benchmarks.watch`; medians, and ratios."""
+"""The cost of watching, on and off in turn in one job: `aiodist run -n 2 -m benchmarks.watch`; medians, and ratios."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS = 1.0
 
 
 async def timed(call: Callable[[], Awaitable[object]], count: int, seconds: float, coll: Communicator) -> list[float]:
-    """Return the seconds of `call`, in each of many rows of `count`, on all ranks as often."""
+    """Return the seconds of `call` in each of many rows of `count` calls, the same number on all ranks."""
     taken = []
     until = perf_counter() + seconds
     while await coll.allreduce(int(perf_counter() < until), "min"):
@@ -42,7 +42,7 @@ async def compare(
     watched: Callable[[], AbstractAsyncContextManager[None]],
     coll: Communicator,
 ) -> None:
-    """Print the median with and without `watched`, in turn, and below what the quickest tenth is."""
+    """Print the median and the fastest tenth, with and without `watched`, in turn."""
     found: dict[bool, list[float]] = {False: [], True: []}
     await timed(call, count, _SECONDS, coll)
     for turn in range(2 * _TURNS):
@@ -59,7 +59,7 @@ async def compare(
 
 @asynccontextmanager
 async def _looked(watch: Watch) -> AsyncIterator[None]:
-    """In this block the rank looks at what is pending, as it always does; see `_blind`."""
+    """Let the rank check its pending operations in the block, as usual; see `_blind`."""
     vars(watch).pop("keep_watch")
     watch.watching = False
     yield
@@ -67,7 +67,7 @@ async def _looked(watch: Watch) -> AsyncIterator[None]:
 
 
 def _blind(watch: Watch) -> None:
-    """Have the rank never look at what is pending: for whom it waits, whether it stands still."""
+    """Stop the rank's checks of pending operations in the block."""
     vars(watch)["keep_watch"] = lambda: setattr(watch, "watching", True)
 
 
@@ -80,7 +80,7 @@ async def _noted(coll: Communicator) -> AsyncIterator[None]:
 
 
 async def main() -> None:
-    """Measure an awaited small allreduce with arrivals noted, and a training step that is traced."""
+    """Measure an awaited small allreduce with arrival times, and a training step with a trace."""
     async with aiodist.init() as coll:
         t = torch.zeros(1)
         watch = Watch.of(Progress.current(), parts_of(coll).registry.channel)

@@ -1,7 +1,7 @@
 """The tests that the difference to a commit concerns, by the graph of imports.
 
-A test is concerned if its file, a program beside it or a module that one of them imports, over any number of others,
-has changed. A change of anything else, such as the core, the settings or what all tests share, concerns all of them.
+A test is concerned if its file, a program in its folder, or a module that one of them imports, directly or not, has
+changed. Other changes, such as those of the core, the settings or the common helpers of tests, concern all tests.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 difference to a commit concerns (tools/changed.py). Other arguments are given to pytest; the checks are skipped then.
 
 pytest-xdist runs the tests in one process more than cores. One failed test fails the run. Failed tests run once more,
-alone, and the summary says how that ended: it shows whether chance is in it. `--forgive N`, for a machine that others
-share, passes a run of which at most N tests failed and all passed then. After a crash, which nothing forgives,
+alone, and the summary shows the result, as a sign of chance. `--forgive N`, for a shared machine, passes a run with at
+most N failed tests if all of them passed the second time. After a crash, which nothing forgives,
 faulthandler prints the stacks of all threads. Tests listed in tests/quarantine.toml may fail. The summary compares the
 CPU time of each folder with tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a
 property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one. Each row of tests/CONTRACT.md
@@ -110,7 +110,7 @@ def run(step: Step) -> End:
 
 @contextlib.contextmanager
 def beside(log: Path, ends: list[End]) -> Iterator[None]:
-    """Run mypy, which takes half a minute without a cache, beside the block."""
+    """Run mypy, which takes half a minute without a cache, during the block."""
     start = time.monotonic()
     with log.open("wb") as output:
         mypy = subprocess.Popen([sys.executable, "-m", "mypy"], cwd=ROOT, stdout=output, stderr=output)
@@ -179,7 +179,7 @@ def cpu_of_folders(report: Path) -> dict[str, float]:
 
 
 def over_budget(seconds: Mapping[str, float]) -> list[str]:
-    """Print the CPU time of each folder beside its budget; return the folders that are far over it."""
+    """Print the CPU time and the budget of each folder; return the folders that are far over budget."""
     budget: dict[str, float] = tomllib.loads((ROOT / "tests" / "budget.toml").read_text())["seconds"]
     print("\nCPU seconds     used  budget")
     for folder in sorted(budget.keys() | seconds.keys(), key=lambda folder: -seconds.get(folder, 0.0)):

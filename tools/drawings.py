@@ -1,7 +1,7 @@
 """Write the drawing and the list of modules of each package into the pages of docs/ that ask for them.
 
-A page asks with a line `<!-- modules: aiodist.ps -->`; what stands between it and the next `<!-- end -->` is written
-anew. `<!-- drawing: aiodist.ps -->` asks for the drawing alone, `<!-- statistics -->` for the records that owners
+A page asks with a line `<!-- modules: aiodist.ps -->`; the text between this line and the next `<!-- end -->` is
+replaced. `<!-- drawing: aiodist.ps -->` asks for the drawing alone, `<!-- statistics -->` for the records that owners
 return. A large package is drawn in groups, one box each, which the page names in its marker:
 
     <!-- modules: aiodist.ps
@@ -11,7 +11,7 @@ return. A large package is drawn in groups, one box each, which the page names i
 
 A module that is in no group has a box of its own; one that is no more is taken out of its group. An arrow is an import,
 left out where a longer way leads there too. The lines are the first ones of the docstrings. Modules are parsed, not
-imported: this needs nothing but Python. Where Graphviz's `dot` is there, tools/pictures.py draws what has changed.
+imported: this needs nothing but Python. With Graphviz's `dot`, tools/pictures.py draws the changed ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_BOXES = 20
 """A page groups the modules of a larger package."""
 
 Graph = dict[str, set[str]]
-"""Each module or folder of a package, with those beside it that it leads to."""
+"""Each module or folder of a package, with the ones that it imports."""
 
 
 def pages() -> list[Path]:
@@ -137,7 +137,7 @@ def _in_layers(imports: Graph) -> list[str]:
 
 @cache
 def statistics() -> str:
-    """Return the records `<class>Statistics`, which `statistics()` of each class returns, and what each counts."""
+    """Return the records `<class>Statistics`, which `statistics()` of each class returns, with their fields."""
     paths = [path for folder in ("aiodist", "handles", "streams", "nn") for path in (ROOT / folder).rglob("*.py")]
     top = [node for path in sorted(paths) for node in _parsed(path).body]
     lines = []

@@ -55,7 +55,7 @@ class Mutation:
 
     @property
     def below(self) -> list[str]:
-        """The path below `aiodist`, with the packages that lie beside it."""
+        """The path below `aiodist`, or of the packages at the root."""
         return [part for part in self.path.relative_to(ROOT).with_suffix("").parts if part != "aiodist"]
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def mutations_of_c(path: Path) -> Iterator[Mutation]:
         text, end = line.rstrip("\n"), starts[number] + len(line)
         if condition := _C_CONDITION.match(text):
             depths = list(accumulate((c == "(") - (c == ")") for c in condition[2]))
-            if 0 in depths:  # it does not go on in the next line
+            if 0 in depths:  # the condition ends in this line
                 close = depths.index(0) + 1
                 negated = f"{condition[1]}(!{condition[2][:close]}){condition[2][close:]}\n"
                 yield Mutation(path, number + 1, "negate", starts[number], end, negated)
@@ -202,7 +202,7 @@ def noticed(mutation: Mutation, tier: str, first: list[str], near: bool) -> str 
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Return the exit code of a command and what it wrote; end it and its children after a time."""
+    """Return the exit code and the output of a command; end it and its children after a time limit."""
     # A file, as a pipe would stay open in children of its children; no bytecode, as that of a mutation could stay.
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as out:

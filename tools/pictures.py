@@ -133,7 +133,7 @@ def _laid_out(graph: _Graph, direction: str) -> str:
 
 
 def _wrapped(label: str, width: int = 34) -> str:
-    """Return a label in lines of so many characters; `<br/>` begins a new one."""
+    """Return a label in lines of at most `width` characters; `<br/>` starts a new line."""
     lines = []
     for part in label.replace('"', "'").split("<br/>"):
         line = ""
@@ -152,7 +152,7 @@ _COLUMN, _ROW, _TOP = 190, 34, 52
 
 
 def _sequence(lines: list[str]) -> str:
-    """Return who says what to whom, from top to bottom."""
+    """Return the picture of a sequence of messages, from top to bottom."""
     titles = dict(line.removeprefix("participant ").split(" as ") for line in lines if line.startswith("participant"))
     place = {name: _COLUMN * (column + 0.5) for column, name in enumerate(titles)}
     said = [found for line in lines if (found := _MESSAGE.fullmatch(line))]

@@ -31,7 +31,7 @@ COLOURS = {"computes": "#9ecae1", "waits": "#fdae6b"}
 
 
 class Spent(NamedTuple):
-    """What one worker did between two times, in seconds."""
+    """The activity of one worker between two times, in seconds."""
 
     worker: int
     kind: str

@@ -1,7 +1,7 @@
 """Build what is released, and try each of it as a user would: in an empty environment, from an empty folder.
 
-`make release-check` calls this. `make wheel` and `make wheel-aarch64` fill `dist/`. Then each Python that is found,
-from 3.11 on, installs from there: the wheel without a compiler, with each MPI and with none; the sdist with a compiler,
+`make release-check` calls this. `make wheel` and `make wheel-aarch64` fill `dist/`. Each Python that is found, from
+3.11 on, installs from there: the wheel without a compiler, with each MPI and with none; the sdist with a compiler,
 and without, where pip fetches one. In each environment `aiodist doctor`, a short program of two ranks that checks what
 it gets, and the demo run. Arguments are added to each `pip install`. An environment takes a minute or more, most of it
 torch's installation.
@@ -54,7 +54,7 @@ aiodist.run(main)
 
 @dataclass(frozen=True)
 class Python:
-    """An interpreter; `version` is what its wheels are named after, such as `3.13` or `3.14t`."""
+    """An interpreter; `version` is the one in the names of wheels, such as `3.13` or `3.14t`."""
 
     path: str
     version: str

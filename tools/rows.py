@@ -46,7 +46,7 @@ def collect(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Print the rows with their tests and what is wrong; return the exit code."""
+    """Print the rows with their tests, and the problems; return the exit code."""
     rows = row_ids((ROOT / "tests" / "CONTRACT.md").read_text(encoding="utf-8"))
     tests = collect(ROOT / "tests")
     for row in rows:

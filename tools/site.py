@@ -1,4 +1,4 @@
-"""What MkDocs is told of the site beside `docs/`: pages made from other files, and drawings as pictures.
+"""Hooks of MkDocs: pages made from other files, and drawings as pictures.
 
 README.md is the first page; CHANGELOG.md, CONTRIBUTING.md and SECURITY.md have a page each, and so has every example.
 The reference has a page for each public module, whose names come from `__all__` and whose texts are the docstrings,
@@ -239,7 +239,7 @@ if (location.protocol === "file:") {
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Have the search work on pages that are read from the disk: its index and its worker become scripts."""
+    """Make the search work on pages from the disk: its index and its worker become scripts."""
     site = Path(config.site_dir)
     index = (site / "search/search_index.json").read_text(encoding="utf-8")
     (site / "search/search_index.js").write_text(f"var __index = {index}", encoding="utf-8")

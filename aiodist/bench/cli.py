@@ -1,6 +1,6 @@
-"""`aiodist bench OP`: checks what is asked and starts the ranks; loads no torch.
+"""`aiodist bench OP`: checks the options and starts the ranks; loads no torch.
 
-`Options` and `run` are for other suites of benchmarks too, which have a command of their own.
+Other suites of benchmarks, with their own commands, also use `Options` and `run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def called(command: typer.Typer, args: list[str], name: str) -> int:
-    """Run `command`, of that name; return the exit code, 2 for arguments that make no sense."""
+    """Run a command; return the exit code, which is 2 for invalid arguments."""
     try:
         command(args=args, prog_name=name)
     except AiodistError as error:
@@ -39,7 +39,7 @@ _MPI = ("mpi4py", "mpi")
 
 
 class Options(NamedTuple):
-    """What was asked for, as it was typed; None: as the benchmark has it."""
+    """The options as typed; None is the default of the benchmark."""
 
     ranks: int | None = None
     sizes: str | None = None
@@ -50,7 +50,7 @@ class Options(NamedTuple):
     dtype: str = "float32"
     repeat: int | None = None
     mpi: str = "auto"
-    own: Mapping[str, Any] = {}  # options that only some benchmarks have
+    own: Mapping[str, Any] = {}  # options of some benchmarks only
 
 
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Number of ranks; default: 2.")]
@@ -126,11 +126,11 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
 
 
 def _check(plan: Plan, benchmark: Benchmark) -> None:
-    """Raise `ConfigError` for options that do not go together."""
+    """Raise `ConfigError` for options that exclude each other."""
     if "local" in plan.impls and plan.ranks > 1:
         raise ConfigError(f"--impl local: it has one process, and this is measured on {plan.ranks} ranks")
     if plan.sizes is not None and (plan.op == "barrier" or not benchmark.sized):
-        raise ConfigError(f"--sizes: a {plan.op} has none")
+        raise ConfigError(f"--sizes: {plan.op} has no sizes")
     if plan.dtype != "float32" and not benchmark.sized:
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
     if plan.dtype == "bool" and plan.op in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
@@ -148,7 +148,7 @@ def _check(plan: Plan, benchmark: Benchmark) -> None:
 def _chosen(
     option: str, given: str | None, known: Sequence[str], usual: Sequence[str], *, with_mpi: bool
 ) -> tuple[str, ...]:
-    """Return the names that were given, or the usual ones that can be measured here."""
+    """Return the given names, or the default names that this host can measure."""
     names = tuple(usual) if given is None else parse_names(option, given, known)
     if lacking := [name for name in names if name in _MPI and not with_mpi]:
         if given is not None:
@@ -158,7 +158,7 @@ def _chosen(
 
 
 def writable(option: str, path: Path | None) -> str | None:
-    """Return where to write; say now, and not after the measuring, that it cannot be."""
+    """Return the absolute path of a file; raise `ConfigError` before the run if the file cannot be written."""
     if path is None:
         return None
     absolute = path.absolute()

@@ -1,4 +1,4 @@
-"""Every operation by size: ours and the peers', on the same tensors."""
+"""Operations by size, of aiodist and of its peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
-# One rank's input is cut into a block for each rank.
+# the input of one rank has a block for each rank
 _CUT = frozenset({"scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 _WITHOUT_IMPL = frozenset({"barrier", "sendrecv"})
 
@@ -36,7 +36,7 @@ async def measure(session: Session) -> list[Record]:
 
 
 async def measure_size(session: Session, op: str, nbytes: int, *, name: str | None = None) -> list[Record]:
-    """Measure `op` on `nbytes` of input a rank; the records are called `name`, or as the operation."""
+    """Measure `op` on `nbytes` of input of each rank; `name` of the records defaults to `op`."""
     found = contenders(session, op, nbytes)
     measured = buffers(session, op, nbytes).t.nbytes
     times = await interleaved(found, session.fence, pace(measured, session.plan.repeat))
@@ -44,15 +44,15 @@ async def measure_size(session: Session, op: str, nbytes: int, *, name: str | No
 
 
 def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
-    """Return ours, one for each implementation, and the peers'.
+    """Return a contender for each implementation of aiodist, and those of the peers.
 
-    Each has tensors of its own, which it overwrites: one that others have worked on just before would be in the caches.
+    Each overwrites its own tensors: tensors that another contender has just used would be in the caches.
     """
     found = []
     for impl in session.impls:
         if impl == "auto" or op not in _WITHOUT_IMPL:
             made, empty = buffers(session, op, nbytes), session.coll.arena_empty
-            if impl == "arena":  # such tensors in memory that the ranks of a host share
+            if impl == "arena":  # the same tensors, in memory that the ranks of a host share
                 out = None if made.out is None else empty(made.out.shape, made.out.dtype).zero_()
                 made = replace(made, t=empty(made.t.shape, made.t.dtype).zero_(), out=out)
             call = ours(session.coll, op, made, session.keywords(impl))
@@ -69,15 +69,15 @@ def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
 
 
 def overwriting(made: Buffers) -> Callable[[], Any] | None:
-    """Return what writes this rank's input anew, None where it is so short that no timed call waits for it.
+    """Return a function that overwrites this rank's input, or None for a short input.
 
-    Ones, since a processor may leave out the writing of zeros over zeros.
+    It writes ones, since a processor may skip a write of zeros over zeros.
     """
     return partial(made.t.fill_, 1) if made.t.nbytes >= OVERWRITTEN_BYTES else None
 
 
 def buffers(session: Session, op: str, nbytes: int) -> Buffers:
-    """Return tensors for `op`; what is cut is shortened to blocks of equal size, of one element at least."""
+    """Return tensors for `op`; inputs with blocks are shortened to blocks of equal size, at least one element."""
     ranks, rank = session.coll.size, session.coll.rank
     numel = nbytes // session.dtype.itemsize
     block = max(1, numel // ranks)
@@ -92,7 +92,7 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
         "alltoall_single": numel,
         "sendrecv": numel,
     }.get(op)
-    # Written to, so that there is memory behind it; zero stays zero however often it is summed.
+    # written once, so that the memory exists; a sum of zeros stays zero
     t = torch.full((numel,), 0, dtype=session.dtype, device="cpu")
     return Buffers(
         rank, ranks, t, None if filled is None else torch.full((filled,), 0, dtype=session.dtype, device="cpu")
@@ -100,7 +100,7 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
 
 
 def ours(coll: Communicator, op: str, b: Buffers, keywords: dict[str, str]) -> Callable[[], Any]:
-    """Return a call of ours that returns a handle, with `out=` wherever the operation takes it."""
+    """Return a call of aiodist, with `out=` if the operation takes it."""
     call: Callable[..., Any] = getattr(coll, op)
     dst, src = b.neighbours
     own: dict[str, tuple[Any, ...]] = {

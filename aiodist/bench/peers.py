@@ -1,4 +1,4 @@
-"""The plain library calls that ours are measured beside, made in the same processes on the same tensors."""
+"""Plain calls of other libraries, in the same processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GLOO_DTYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16
 
 @dataclass(frozen=True)
 class Buffers:
-    """The tensors of one operation at one size; `out` is what it fills, None where that is `t` or nothing."""
+    """The tensors of one operation at one size; `out` is the separate result, if there is one."""
 
     rank: int
     size: int
@@ -41,40 +41,40 @@ class Buffers:
 
     @property
     def filled(self) -> Tensor:
-        """`out`, for an operation that has one."""
+        """The separate result."""
         assert self.out is not None
         return self.out
 
     def blocks(self, t: Tensor) -> list[Tensor]:
-        """Return `t` cut into one block for each rank."""
+        """Return the blocks of `t`, one for each rank."""
         return list(t.chunk(self.size))
 
     @property
     def is_root(self) -> bool:
-        """This rank is the root."""
+        """True on the root."""
         return self.rank == self.root
 
     @property
     def neighbours(self) -> tuple[int, int]:
-        """Whom sendrecv sends to, and whom it receives from: a ring."""
+        """The destination and the source of this rank in a ring."""
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
 
 class Peer(Protocol):
-    """A library to be measured beside ours."""
+    """Another library."""
 
     @property
     def described(self) -> str:
-        """Its name and its version."""
+        """The name and the version."""
 
     def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        """Return its ways to do `op` on these tensors, none where it has none."""
+        """Return the calls that run `op` on these tensors."""
 
     def barrier(self) -> None:
-        """Block until every rank is here."""
+        """Wait for all ranks."""
 
     def close(self) -> None:
-        """Release it."""
+        """Release the library."""
 
 
 class Mpi4py:
@@ -85,7 +85,7 @@ class Mpi4py:
 
         self._mpi = MPI
         self._started = not MPI.Is_initialized()
-        if self._started:  # our own backend is another
+        if self._started:  # aiodist uses another backend
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
         library = MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0]
@@ -99,11 +99,11 @@ class Mpi4py:
         return [Contender(f"mpi4py:{op}", blocking), Contender(f"mpi4py:i{op}", started)]
 
     def barrier(self) -> None:
-        """Block until every rank is here."""
+        """Wait for all ranks."""
         self.comm.Barrier()
 
     def close(self) -> None:
-        """Release it."""
+        """Release the library."""
         self.comm.Free()
         if self._started:
             self._mpi.Finalize()
@@ -113,7 +113,7 @@ _Calls = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def _mpi_calls(comm: MPI.Intracomm, op: str, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    """Return a blocking call and the same call non-blocking with a wait; `here` is MPI's IN_PLACE."""
+    """Return a blocking call, and the non-blocking call with a wait; `here` is MPI's IN_PLACE."""
     if op == "barrier":
         return comm.Barrier, lambda: comm.Ibarrier().Wait()
     if op == "sendrecv":
@@ -149,7 +149,7 @@ def _mpi_sendrecv(comm: MPI.Intracomm, b: Buffers) -> _Calls:
 
 
 class Gloo:
-    """torch.distributed with its gloo backend, a process group of its own."""
+    """torch.distributed with its gloo backend, as the default process group."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         import torch.distributed as dist
@@ -159,18 +159,18 @@ class Gloo:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
     def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        """Return its one blocking form."""
+        """Return the blocking form."""
         if op != "barrier" and buffers.t.dtype not in _GLOO_DTYPES:
             return []
         call = _gloo_call(self.dist, op, buffers)
         return [] if call is None else [Contender("gloo", call)]
 
     def barrier(self) -> None:
-        """Block until every rank is here."""
+        """Wait for all ranks."""
         self.dist.barrier()
 
     def close(self) -> None:
-        """Release it."""
+        """Release the library."""
         self.dist.destroy_process_group()
 
 
@@ -192,7 +192,7 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
     elif op == "scatter":
         sent = b.blocks(t) if b.is_root else None
         calls["scatter"] = lambda: dist.scatter(out, sent, root)
-    elif op == "sendrecv" and b.size > 1:  # it cannot send to itself
+    elif op == "sendrecv" and b.size > 1:  # gloo cannot send to the same rank
         dst, src = b.neighbours
 
         def sendrecv() -> None:
@@ -206,13 +206,13 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
 
 @asynccontextmanager
 async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
-    """Open peers over the ranks of `coll`, all of which must call it, and release them at the end."""
+    """Open peers over the ranks of `coll`, and release them at the end; all ranks must enter."""
     openers: dict[str, Callable[[Communicator], Awaitable[Peer]]]
     openers = {"mpi4py": _open_mpi4py, "mpi": _open_mpi4py, "gloo": _open_gloo, "ddp": _open_gloo}
     async with AsyncExitStack() as stack:
         peers = []
         for name in names:
-            if name not in openers:  # "none", "copy": no library is needed; "rpc": its benchmark opens it
+            if name not in openers:  # "none", "copy" need no library; the benchmark opens "rpc"
                 continue
             peer = await openers[name](coll)
             stack.callback(peer.close)

@@ -1,4 +1,4 @@
-"""What is to be measured: sizes, implementations, peers. It travels to the ranks as JSON; nothing here loads torch."""
+"""Plans of measurements: sizes, implementations, peers. Ranks get them as JSON; nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ DTYPES = {
 """Bytes per element of each dtype."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_KICK = 13  # an odd number more than a power of two: nothing divides evenly, nothing stays aligned
+_KICK = 13  # an odd number: powers of two plus 13 neither divide evenly nor stay aligned
 
 
 @dataclass(frozen=True)
 class Errand:
-    """Base of what ranks are to measure: numbers, texts, and tuples of them."""
+    """Base class of plans: numbers, strings, and tuples of them."""
 
     def to_json(self) -> str:
-        """Return it as text."""
+        """Return the plan as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what `to_json` made."""
+        """Return a plan from its JSON."""
         fields = json.loads(text).items()
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields})
 
     async def start(self, module: str, ranks: int, **options: Any) -> int:  # noqa: ANN401  - those of `Job`
-        """Start ranks that run `module` with this as its argument; return the exit code."""
+        """Start ranks that run `module` with this plan as the argument; return the exit code."""
         from aiodist.launch import job
         from aiodist.launch.commands import Job, own_path
 
@@ -51,7 +51,7 @@ class Errand:
 
 
 def carry_out(do: Callable[[str], object]) -> None:
-    """What such a module does: call `do` with its argument, and exit with 2 where rank 0 says what is wrong."""
+    """Call `do` with the argument of this process; on a wrong plan rank 0 prints the error, and all exit with 2."""
     try:
         do(sys.argv[1])
     except (ConfigError, BackendUnavailable) as error:
@@ -69,37 +69,37 @@ class Plan(Errand):
     impls: tuple[str, ...]
     peers: tuple[str, ...]
     sizes: tuple[int, ...] | None = None
-    """Bytes; None: those of the benchmark."""
+    """Sizes in bytes; None: the sizes of the module."""
     module: str = "aiodist.bench.collectives"
-    """Where `async def measure(session) -> list[Record]` is."""
+    """The module with `async def measure(session) -> list[Record]`."""
     targets: str | None = None
-    """Where `reached(records) -> list[Table]` is, of speeds to reach."""
+    """The module with `reached(records) -> list[Table]`, for targets."""
     dtype: str = "float32"
     repeat: int | None = None
-    """Samples of each figure; None: as many as the size allows."""
+    """Samples of each figure; None: a default for the size."""
     json: str | None = None
     plot: str | None = None
     width: int = 120
     own: Mapping[str, Any] = field(default_factory=dict)
-    """What was said by options that only this benchmark has."""
+    """Options of this benchmark only."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What can be measured under one name; its module is imported by the ranks alone."""
+    """A benchmark; only ranks import its module."""
 
     module: str = "aiodist.bench.collectives"
     impls: tuple[str, ...] = IMPLS
-    """What `--impl` may name."""
+    """Possible values of `--impl`."""
     peers: tuple[str, ...] = PEERS
-    """What `--against` may name, and what is measured without it."""
+    """Possible values of `--against`, and the default."""
     default_impls: tuple[str, ...] = ("auto",)
     sizes: tuple[int, ...] | None = None
     """Default sizes in bytes; None: the module's."""
     sized: bool = True
-    """It has sizes in bytes; else neither `--sizes` nor `--plot` is for it."""
+    """True allows `--sizes` and `--plot`."""
     check: Callable[[Plan], None] = lambda plan: None
-    """Raises `ConfigError` for options of its own that make no sense."""
+    """Raises `ConfigError` for invalid own options."""
     targets: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, all in one style."""
+"""Pictures of measurements, in one style."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "grid.alpha": 0.3,
     "lines.markersize": 3.0,
-    "svg.hashsalt": "aiodist",  # the same figures are the same bytes
+    "svg.hashsalt": "aiodist",  # the same figures give the same bytes
 }
 
 
 def check_plot() -> None:
-    """Raise `BackendUnavailable` where no plot can be drawn."""
+    """Raise `BackendUnavailable` without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -36,7 +36,7 @@ def check_plot() -> None:
 def picture(
     path: str | os.PathLike[str], rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (6.0, 4.5)
 ) -> Iterator[Sequence[Sequence[Axes]]]:
-    """Yield the panels of a picture, each of `size` inches, row by row; it is in `path` behind the block."""
+    """Yield the panels of a picture, each of `size` inches, row by row; the end of the block saves the picture."""
     check_plot()
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -54,9 +54,9 @@ def lines(
     y: str,
     styles: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
-    """Draw a line for each name, through its points; both scales are logarithmic, for x of 0 alone linear.
+    """Draw a line for each name through its points, on logarithmic scales, or on linear ones if every x is 0.
 
-    Those of aiodist are full, and the others' dashed; `styles` has what is special about a name.
+    Lines of aiodist are solid, the others dashed; `styles` overrides the style of a name.
     """
     for name in dict.fromkeys(point[0] for point in points):
         mine = sorted((at, value) for one, at, value in points if one == name and value)

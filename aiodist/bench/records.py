@@ -1,4 +1,4 @@
-"""One measured thing, its bandwidths, and records as JSON, a table and a plot."""
+"""Records of measurements, as JSON, a table and a plot."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from rich.table import Table
 
 from aiodist.bench.plots import lines, picture
 
-# nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
+# the factors of nccl-tests from algorithm to bus bandwidth; scan and exscan have that of reduce
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
-# Where nccl-tests counts what all ranks give together, not one rank's input.
+# operations for which nccl-tests counts the inputs of all ranks
 _TOGETHER = frozenset({"allgather", "gather"})
 _OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule", "thread", "cpu"})
 
 
 @dataclass(frozen=True)
 class Record:
-    """One measured thing. Times are in seconds, of the rank whose median is largest; what has no meaning is None."""
+    """One measurement. Times are in seconds, of the rank with the largest median; None is not measured."""
 
     op: str
     impl: str
     ranks: int
     nbytes: int | None = None
-    """One rank's input."""
+    """Bytes of one rank's input."""
     seconds: float | None = None
-    """The median over the repetitions."""
+    """The median of the samples."""
     mean: float | None = None
     p50: float | None = None
     p99: float | None = None
     algbw_gbps: float | None = None
     busbw_gbps: float | None = None
     affinity: tuple[int, ...] | None = None
-    """The cores that the rank may run on."""
+    """The cores of the rank."""
     torch_threads: int | None = None
     value: float | None = None
-    """What is no time of an operation: in JSON only where there is one, as all that follows."""
+    """A figure that is no time. JSON has this field and the next ones only if they are set."""
     batch: int | None = None
-    """Samples that one rank has in a step."""
+    """Training samples of one rank in a step."""
     overlap: float | None = None
-    """The share of the time of communication that was hidden behind computing, of the rank where it is least."""
+    """The share of communication during computation, of the rank with the least."""
     loop_lag: float | None = None
-    """How late a 1 ms ticker on the loop was, in seconds: the 99th percentile, of the rank where it is largest."""
+    """The lateness of a 1 ms ticker on the loop, in seconds: the 99th percentile, of the latest rank."""
     rule: str | None = None
-    """What a server does with what is pushed."""
+    """The rule of a parameter server."""
     thread: str | None = None
     cpu: float | None = None
-    """CPU seconds of `thread` in one operation, of the rank where it has most."""
+    """CPU seconds of `thread` in one operation, of the rank with the most."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the fields of the JSON."""
         return {name: value for name, value in asdict(self).items() if value is not None or name not in _OPTIONAL}
 
 
@@ -83,7 +83,7 @@ def dumps(records: Iterable[Record]) -> str:
 
 
 def size_text(nbytes: int | None) -> str:
-    """Return bytes as people write them, without rounding.
+    """Return bytes with a unit, without rounding.
 
     >>> size_text(1024), size_text(64 << 20), size_text(1077)
     ('1 KiB', '64 MiB', '1077 B')
@@ -97,7 +97,7 @@ def size_text(nbytes: int | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return seconds in a unit that suits them.
+    """Return seconds with a unit.
 
     >>> seconds_text(4.56e-06), seconds_text(0.0123), seconds_text(2.5)
     ('4.56 us', '12.3 ms', '2.5 s')
@@ -121,11 +121,11 @@ _COLUMNS = (
     *(("busbw GB/s", "busbw_gbps", _text), ("CPU", "cpu", seconds_text), ("overlap", "overlap", _text)),
     *(("loop lag", "loop_lag", seconds_text), ("value", "value", _text)),
 )
-"""Of the table: its heading, the field, and how that is written; one that no record has is left out."""
+"""Columns of the table: heading, field, and format; a column without values is skipped."""
 
 
 def table(records: Sequence[Record], title: str) -> Table:
-    """Return every record as a row; the fastest of each operation and size is marked."""
+    """Return a row for each record; the fastest of each operation and size is bold."""
     result = Table(title=title, title_justify="left")
     columns = [
         (name, field, text) for name, field, text in _COLUMNS if any(text(getattr(one, field)) for one in records)
@@ -146,7 +146,7 @@ def table(records: Sequence[Record], title: str) -> Table:
 
 
 def _case(one: Record) -> tuple[object, ...]:
-    """Return what the records that are held against one another have in common."""
+    """Return the key of records that are compared."""
     return one.op, one.nbytes, one.batch, one.rule
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark is given: a communicator, the implementations to try on it, the peers, a barrier."""
+"""The session of a benchmark: a communicator, implementations, peers, a barrier."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 class RankFacts(NamedTuple):
-    """What must be known of a rank beside its times."""
+    """Properties of a rank that times depend on."""
 
     affinity: tuple[int, ...]
     torch_threads: int
 
 
 def facts() -> RankFacts:
-    """Return those of this process."""
+    """Return the properties of this process."""
     return RankFacts(tuple(sorted(os.sched_getaffinity(0))), torch.get_num_threads())
 
 
 @dataclass(frozen=True)
 class Session:
-    """One open communicator with what is to be tried on it, the same on every rank."""
+    """An open communicator and the contenders on it, the same on every rank."""
 
     plan: Plan
     coll: Communicator
     impls: tuple[str, ...]
     peers: Sequence[Peer]
     fence: Fence
-    """A barrier of all ranks, by the quickest means there is."""
+    """The fastest barrier of all ranks."""
     first: bool = True
-    """What needs measuring only once is measured in the first session."""
+    """True in the first session; figures that do not depend on the backend are measured there."""
     notes: list[str] = field(default_factory=list)
-    """Lines for the title of the table: what the peers are, and why one is missing."""
+    """Lines for the title of the table, such as versions of the peers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,11 +55,11 @@ class Session:
         return found
 
     def keywords(self, impl: str) -> dict[str, str]:
-        """Return what a call is given to use `impl`: nothing for auto and arena, as users call."""
+        """Return the keywords of a call with `impl`; auto and arena have none."""
         return {} if impl in ("auto", "arena") else {"impl": impl}
 
     async def timed(self, op: str, nbytes: int | None, samples: Mapping[str, Sequence[float]]) -> list[Record]:
-        """Return on rank 0 a record per contender from the samples of all ranks, elsewhere nothing."""
+        """Return on rank 0 a record for each contender from the samples of all ranks, on others an empty list."""
         everything = await self.coll.gather_object((dict(samples), facts()))
         if everything is None:
             return []

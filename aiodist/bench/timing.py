@@ -1,4 +1,4 @@
-"""Contenders take turns; what their samples say is that of the slowest rank."""
+"""Contenders in turns, and the samples of the slowest rank."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import Any
 
 WARMUPS = 10
 OVERWRITTEN_BYTES = 64 << 10
-"""From so many bytes on every rank overwrites its tensor before each timed call."""
+"""Bytes from which every rank overwrites its tensor before each timed call."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do an operation: `once` does it, or returns what is to be awaited."""
+    """A call under measurement: `once` runs the operation, or returns an awaitable."""
 
     name: str
     once: Callable[[], Any]
     awaited: bool = False
     overwrite: Callable[[], Any] | None = None
-    """Writes this rank's tensor anew before each timed call, outside the timed part.
+    """Overwrites this rank's tensor before each timed call, outside the timed part.
 
-    Without it a call finds in the core's cache what the call before left there; a program has new data each time.
+    Without this, a call would find the result of the call before in the cache; a program has new data each time.
     """
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How often: `repeat` samples of `batch` operations each, with one pair of clock readings around them."""
+    """The number of samples, `repeat`, each of `batch` operations between two clock readings."""
 
     repeat: int
     batch: int
     warmups: int = WARMUPS
     leads: int = 0
-    """Operations at the start of each sample that are not timed, where a contender disturbs the one after it."""
+    """Operations before each sample that are not timed, for contenders that disturb the next one."""
 
 
 def pace(nbytes: int, repeat: int | None) -> Pace:
-    """Return how often an operation of so many bytes is done; reading the clock must not be what is measured."""
+    """Return the pace for operations of `nbytes`; small ones come in batches, as reading the clock takes time."""
     paces = ((4 << 10, 100, 40), (OVERWRITTEN_BYTES - 1, 20, 40), (1 << 20, 1, 100))
     batch, usual = next(((batch, usual) for limit, batch, usual in paces if nbytes <= limit), (1, 20))
     return Pace(repeat or usual, batch)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the smallest sample that so many percent do not exceed.
+    """Return the percentile of samples, by nearest rank.
 
     >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile(range(1, 101), 99)
     (2.0, 99)
@@ -57,9 +57,9 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Return how long the slowest rank took for each sample, which all began together.
+    """Return the seconds of the slowest rank for each sample, which all ranks began together.
 
-    It need not be the same one each time. A rank that took no part has no samples.
+    A rank that did not take part has no samples.
 
     >>> slowest_of_each([[1.0, 3.0], [2.0, 1.0], []])
     [2.0, 3.0]
@@ -68,7 +68,7 @@ def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def slowest(samples_by_rank: Sequence[Sequence[float]]) -> int:
-    """Return the rank whose median is the largest."""
+    """Return the rank with the largest median."""
     medians = [statistics.median(samples) if samples else -math.inf for samples in samples_by_rank]
     return medians.index(max(medians))
 
@@ -77,10 +77,10 @@ Fence = Callable[[], Awaitable[None]]  # a barrier of all ranks
 
 
 async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace) -> Mapping[str, list[float]]:
-    """Return seconds per operation of each, a list of samples by name, after warming up.
+    """Return seconds per operation, a list of samples by name, after the warm-ups.
 
-    Every sample begins at a barrier of all ranks. The contenders take turns, each round the other way about, so
-    that what disturbs the machine for a while disturbs them all.
+    Every sample starts at a barrier of all ranks. The contenders take turns, every other round in reverse, so that a
+    disturbance of the machine affects them all.
     """
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(pace.warmups + pace.repeat):
@@ -95,7 +95,7 @@ async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace)
 
 
 async def _sample(contender: Contender, fence: Fence, batch: int) -> float:
-    """Return the seconds of one operation, on average over so many."""
+    """Return the mean seconds of one operation in a sample."""
     if contender.overwrite is None:
         return await _timed(contender, batch) / batch
     seconds = []
@@ -108,7 +108,7 @@ async def _sample(contender: Contender, fence: Fence, batch: int) -> float:
 
 
 async def _timed(contender: Contender, count: int = 1) -> float:
-    """Return the seconds that so many operations take, one after the other."""
+    """Return the seconds of `count` operations, one after the other."""
     once = contender.once
     began = perf_counter()
     if contender.awaited:

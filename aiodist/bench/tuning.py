@@ -1,7 +1,7 @@
-"""`aiodist tune`: has the ranks measure every implementation, and the best ones written down; loads no torch.
+"""`aiodist tune`: measures every implementation and writes a table of the best ones; loads no torch.
 
-The ranks run `aiodist.bench.tuning_worker`. What they find goes to the user's cache, from where the next `init` of as
-many ranks, on as many hosts, with the same versions takes it (see `aiodist.collectives.choice.tablefile`).
+The ranks run `aiodist.bench.tuning_worker`. The table goes to the user's cache. The next `init` with the same ranks,
+hosts and versions reads it (see `aiodist.collectives.choice.tablefile`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _REPEAT, _QUICK_REPEAT = 15, 3
 
 @dataclass(frozen=True)
 class Tuning(Errand):
-    """What is to be measured."""
+    """The plan of `aiodist tune`."""
 
     operations: tuple[str, ...]
     sizes: tuple[int, ...]  # bytes of one rank's input, in ascending order
     repeat: int  # samples of each figure
-    output: str | None = None  # None: the cache
+    output: str | None = None  # None is the cache
     dry: bool = False  # write nothing
 
 
 def tuning(operations: str | None, sizes: str | None, output: Path | None, *, quick: bool, dry: bool) -> Tuning:
-    """Return what the command line asks for; raise `ConfigError` for what makes no sense."""
+    """Return the plan for the options; raise `ConfigError` for invalid ones."""
     return Tuning(
         operations=OPERATIONS if operations is None else parse_names("--operations", operations, OPERATIONS),
         sizes=(_QUICK_SIZES if quick else _SIZES) if sizes is None else tuple(sorted(set(parse_sizes(sizes, 4)))),

@@ -1,4 +1,4 @@
-"""What each rank of `aiodist tune` runs: measures, and on rank 0 writes the table down.
+"""A rank of `aiodist tune`: measures, and on rank 0 writes the table.
 
 Started as `python -m aiodist.bench.tuning_worker TUNING`, the tuning as JSON.
 """
@@ -30,12 +30,12 @@ Figures = Mapping[int, Mapping[str, float]]
 """Size in bytes, as the selector sees it -> implementation -> seconds."""
 
 _SHORT_BYTES = 256 << 10
-_HOPELESS = 3.0  # what takes so many times as long as the best at first sight is not measured further
-_CLEAR = 1.05  # another implementation than for the size before must be that much quicker
+_HOPELESS = 3.0  # an implementation that takes 3 times as long as the best in the first samples is dropped
+_CLEAR = 1.05  # factor by which an implementation must be faster than that of the size before
 
 
 async def main(todo: Tuning) -> None:
-    """Measure what `todo` says with the other ranks; rank 0 prints, and writes the file."""
+    """Measure with the other ranks; rank 0 prints, and writes the file."""
     async with aiodist.init(selector="none") as coll:
         edits: list[RangeEdit] = []
         for operation in todo.operations:
@@ -53,7 +53,7 @@ async def main(todo: Tuning) -> None:
 
 
 async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int) -> tuple[int, Mapping[str, float]]:
-    """Return the size that the selector sees, and the seconds of each implementation: those of the slowest rank."""
+    """Return the size for the selector, and the seconds of each implementation on the slowest rank."""
     session = Session(Plan(operation, coll.size, (), ()), coll, (), (), coll.barrier)
     made = collectives.buffers(session, operation, nbytes)
     sight = Pace(min(repeat, 5), 4 if made.t.nbytes < _SHORT_BYTES else 1, warmups=2)
@@ -67,7 +67,7 @@ async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int
 
 
 def _candidates(coll: Communicator, operation: str) -> list[str]:
-    """Return what can run `operation`; allgather's data are a second step, which no library carries."""
+    """Return the implementations of `operation`; an allgather has two steps, which no library carries."""
     return [
         offer.impl
         for offer in coll.availability()
@@ -84,7 +84,7 @@ async def _seconds(
     pace: Pace,
     of: Callable[[Sequence[float]], float],
 ) -> Mapping[str, float]:
-    """Return what `of` makes of the samples of each, of the rank where that is largest; the same on all ranks."""
+    """Return `of` of the samples of each contender, the largest of all ranks; the same on all ranks."""
     coll = session.coll
     anew = collectives.overwriting(made)
     contenders = [
@@ -97,10 +97,10 @@ async def _seconds(
 
 
 def best_of(figures: Figures) -> list[tuple[int, str]]:
-    """Return the steps of the table: from so many bytes on, the name of the best.
+    """Return the steps of the table: bytes from which an implementation is the best, and its name.
 
-    One that is hardly better than what runs the size below does not take its place; half-way between two sizes, as
-    their logarithms go, the next one begins.
+    An implementation that is hardly better than that of the size below is skipped. A step starts halfway between two
+    sizes, on a logarithmic scale.
 
     >>> best_of({64: {"mpi": 1.0, "shm": 2.0}, 1024: {"mpi": 1.02, "shm": 1.0}, 4096: {"mpi": 9.0, "shm": 3.0}})
     [(0, 'mpi'), (2048, 'shm')]
@@ -119,7 +119,7 @@ def best_of(figures: Figures) -> list[tuple[int, str]]:
 
 
 def edits_from(operation: str, hosts: str, figures: Figures) -> list[RangeEdit]:
-    """Return what the table is to say about `operation` after these figures."""
+    """Return the rows of the table for `operation`."""
     steps = best_of(figures)
     ends = [start for start, _ in steps[1:]]
     return [

@@ -1,4 +1,4 @@
-"""What each rank runs: opens communicators, measures, and on rank 0 reports.
+"""A rank of a benchmark: opens communicators, measures, and on rank 0 reports.
 
 Started as `python -m aiodist.bench.worker PLAN`, the plan as JSON, by `aiodist bench` through the launcher.
 """
@@ -25,7 +25,7 @@ from aiodist.handles.progress import Progress
 
 
 async def main(plan: Plan) -> None:
-    """Measure what `plan` says, with the other ranks of this job."""
+    """Measure the plan with the other ranks of this job."""
     measure = importlib.import_module(plan.module).measure
     found: list[Record] = []
     notes: list[str] = []
@@ -37,7 +37,7 @@ async def main(plan: Plan) -> None:
             rank = coll.rank
             here = tuple([impl for impl in impls_left if impl not in BACKENDS or impl == coll.backend])
             impls_left = [impl for impl in impls_left if impl not in here]
-            # Gloo is measured beside our own use of it, where that comes later.
+            # gloo is measured in the session of aiodist over gloo, if there is one
             beside = [peer for peer in peers_left if peer not in impls_left]
             peers_left = [peer for peer in peers_left if peer not in beside]
             only_fence = ["mpi4py"] if coll.backend == "mpi" and not {"mpi4py", "mpi"} & set(beside) else []
@@ -58,10 +58,10 @@ async def main(plan: Plan) -> None:
 
 
 def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
-    """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind.
+    """Return a barrier, of a peer if there is one, since that leaves no operation of aiodist pending.
 
-    Best is MPI's, which lets all ranks go at the same time; gloo's threads run on after its own. Before it the loop has
-    its turn, as in a program that awaits: one that peers have blocked for a millisecond makes the next await yield.
+    MPI's is the best, as it releases all ranks at the same time; gloo's threads run longer. The loop runs once before
+    the barrier, as in a program that awaits: after a peer blocked the loop for a millisecond, the next await yields.
     """
     progress = Progress.current()
 
@@ -77,7 +77,7 @@ def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
 
 
 def _report(plan: Plan, found: list[Record], title: str) -> None:
-    """Write the files first: what was measured is not lost when printing it fails."""
+    """Write the files, then print: an error while printing loses no records."""
     if plan.json is not None:
         Path(plan.json).write_text(records.dumps(found))
     if plan.plot is not None:

@@ -39,7 +39,7 @@ Ts = TypeVarTuple("Ts")
 
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
 _GRACE_PARTS = 40
-_POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
+_POLL_SECONDS = 2e-4  # of real time, between two polls
 _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
 _LOCK_SECONDS = 5.0  # of real time, for which another thread may hold the transport lock
@@ -63,7 +63,7 @@ library_checks.append(_waits_in_library)
 
 
 class TimeLimit(Quiet, partial[None]):
-    """What a timer calls that limits the whole program: it does not keep a deadlock from being one."""
+    """The callback of a time limit of the whole program; such a timer does not hide a deadlock."""
 
 
 class FakeClockLoop(asyncio.SelectorEventLoop):
@@ -112,7 +112,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """What it waits with."""
+        """The selector of the loop."""
         return self._selector  # type: ignore[attr-defined, no-any-return]
 
     @property
@@ -140,11 +140,11 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def returning(self) -> bool:
-        """Whether a worker has told the loop that it is done, and is not back at its queue."""
+        """True if a worker has notified the loop of a result, and has not returned to its queue."""
         return any(t.name.startswith(_WORKERS) and not is_waiting(t.ident or 0) for t in threading.enumerate())
 
     def shuffle(self) -> None:
-        """Draw the order of what is ready."""
+        """Shuffle the ready handles."""
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         if self._group_of is None or len(ready) < 2:
             return
@@ -171,7 +171,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where a loop would sleep, its clock jumps."""
+    """A selector that lets the clock of its loop jump in place of a sleep."""
 
     def __init__(self, loop: FakeClockLoop) -> None:
         super().__init__()
@@ -199,9 +199,9 @@ class _JumpingSelector(selectors.DefaultSelector):
         return events
 
     def _grace(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Give sockets and threads so many seconds of real time to come with something.
+        """Wait `seconds` of real time for sockets and threads.
 
-        In short waits: where many want the cores each of them is late, as those threads are.
+        The waits are short: on busy cores each of them is late, as those threads are.
         """
         for _ in range(_GRACE_PARTS):
             events = self._wait(seconds / _GRACE_PARTS)
@@ -212,7 +212,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return []
 
     def _wait(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for files, for so many seconds of real time, and look at what only polling brings on."""
+        """Wait for files, `seconds` of real time at most, and poll."""
         progress = self._loop.progress
         until = inf if seconds is None else monotonic() + seconds
         while True:
@@ -272,7 +272,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             events = self._grace(GRACE_SECONDS)
             if events or loop.ready or loop.executing:
                 return events
-            self._quiet_since = loop.now  # for them it was at work: their time begins anew
+            self._quiet_since = loop.now  # the watchers see progress, so their time restarts
         seen = sum(dispatcher.oplog.seq for dispatcher in Dispatcher.of_loop(loop)), sum(self._pending())
         if seen != self._seen:  # some rank has got further
             self._seen, self._quiet_since = seen, loop.now
@@ -296,7 +296,7 @@ class _OneThread(Progress):
     def start(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         """Make the call now, or after the call that is being made; another thread's call is made soon, on the loop."""
         if not self.owns_thread():
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self.start, call, *args)
             return
         self.inbox.append((call, args))
@@ -359,7 +359,7 @@ class _LoopTimers(Timers):
 
 
 class _Deadline(Quiet):
-    """Of one handle."""
+    """The deadline of one handle."""
 
     def __init__(self, handle: Expiring) -> None:
         self._late = ref(handle)

@@ -46,7 +46,7 @@ _CALLS: Final = {
 
 
 class FaultKind(StrEnum):
-    """What happens: at a call of a rank, or to a message from it."""
+    """Kinds of faults, at a call of a rank or of a message from it."""
 
     KILL = "kill"
     """SIGKILL. Under `run_ranks` its task is cancelled, and the others see what they see of a killed process."""
@@ -59,7 +59,7 @@ class FaultKind(StrEnum):
     SLOW = "slow"
     """From then on each call blocks for `seconds`; under `run_ranks` each message from it takes so long."""
     STALL = "stall"
-    """What goes over the connection to the hub waits for `seconds`; processes only."""
+    """Data on the connection to the hub waits for `seconds`; processes only."""
     CUT = "cut"
     """The connection to the hub breaks; processes only."""
     DROP = "drop"
@@ -68,9 +68,9 @@ class FaultKind(StrEnum):
     This and those below are for `run_ranks`.
     """
     DELAY = "delay"
-    """It comes after `seconds`, with what follows from that rank to the same one behind it, as on one connection."""
+    """The message comes after `seconds`, before later ones to the same rank, as on one connection."""
     REORDER = "reorder"
-    """It comes after `seconds`, behind later ones with other tags, as on several connections."""
+    """The message comes after `seconds`, after later ones with other tags, as on several connections."""
     DUPLICATE = "duplicate"
     """A copy comes after `seconds`: a collective is right all the same, another receive may take it."""
 
@@ -80,7 +80,7 @@ _OF_PROCESSES = frozenset({FaultKind.STOP, FaultKind.STALL, FaultKind.CUT})
 
 
 class InjectedFault(RuntimeError):
-    """What a call raises on purpose."""
+    """An error that a call raises on purpose."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Fault:
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no such fault."""
+        """Raise ValueError for an invalid fault."""
         if self.kind not in set(FaultKind):
             raise ValueError(f"fault {self.kind!r}: expected one of {', '.join(FaultKind)}")
         if self.rank < 0 or self.at < 0 or self.seconds < 0:
@@ -149,7 +149,7 @@ class Faults:
                 setattr(owner, name, original)
 
     def check(self, *, local: bool, ranks: int | None = None) -> None:
-        """Raise ValueError for a fault that these ranks cannot have; None: nobody knows how many there will be."""
+        """Raise ValueError for a fault that these ranks cannot have; `ranks` is None if the number can change."""
         for fault in self.faults:
             if ranks is not None and fault.rank >= ranks:
                 raise ValueError(f"{fault}: expected one of the {ranks} ranks")
@@ -196,7 +196,7 @@ def _number(place: Any, owner: Communicator | ParameterServer) -> int:  # noqa: 
 
 
 def _strike(fault: Fault, place: Any) -> None:  # noqa: ANN401
-    """Have this rank suffer what happens at a call."""
+    """Inject a fault at a call of this rank."""
     match fault.kind:
         case FaultKind.KILL if place is None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -271,6 +271,6 @@ class FaultyHub(LocalHub):
         return self.loop.time()
 
     def _at(self, due: float, call: Callable[[], None]) -> None:
-        """Have the loop make a call at that time, with the transport lock held; a little early, as timers are."""
+        """Call a function on the loop at a time, with the transport lock held; a little early, as timers are."""
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self.loop.call_at, due, lambda: Progress.current().start(call))

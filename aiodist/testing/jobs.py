@@ -28,8 +28,8 @@ from aiodist.launch.discover import find_mpi
 _End = dict[str, Any]  # how one test ended on one rank: nodeid, mpi, skipped, failures
 
 _POLL_SECONDS = 0.01
-_OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
-_LEAVE_SECONDS = 15.0  # how long a job may take to end once its tests are over
+_OTHERS_SECONDS = 5.0  # seconds for other ranks to fail, after one has failed
+_LEAVE_SECONDS = 15.0  # seconds for a job to end after its tests
 _MPICH = "AIODIST_TEST_MPICH"  # the prefix of an MPICH that is not on the path
 
 
@@ -41,7 +41,7 @@ class Spec(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What stands in the brackets of the test's name."""
+        """The text in the brackets of the test's name."""
         return str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
 
 
@@ -60,7 +60,7 @@ class RanksFunction(pytest.Function):
 
     @property
     def job(self) -> tuple[str, int]:
-        """What the tests of one job of processes have in common."""
+        """The key of a job of processes, which its tests share."""
         return carrier(self.spec.backend), self.spec.size
 
     @classmethod
@@ -132,7 +132,7 @@ class Jobs:
         return session.stash[cls._key]
 
     def run(self, item: RanksFunction) -> None:
-        """Have `item` run on its ranks; raise as it did there."""
+        """Run `item` on its ranks; raise its error."""
         if self._job is None or item.nodeid not in self._job.left:
             self.close()
             self._job = _ProcessJob(item)
@@ -248,7 +248,7 @@ class _ProcessJob:
                     self._seen.setdefault(record["nodeid"], {})[rank] = record
 
     def finish(self) -> str | None:
-        """Its tests are over: wait for its end, and return what was wrong with that."""
+        """Wait for the end of the job after its tests; return the problem with that end, if any."""
         try:
             code = self._process.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -263,7 +263,7 @@ class _ProcessJob:
         return complaint
 
     def output(self) -> str:
-        """Return the last of what the processes wrote."""
+        """Return the end of the processes' output."""
         if self._folder.exists():
             self._output = (self._folder / "output").read_text(errors="replace")[-8000:]
         return self._output
@@ -317,7 +317,7 @@ def _pytest_arguments(config: pytest.Config, folder: Path) -> list[str]:
         arguments += ["-c", str(config.inipath)]
     if manager.has_plugin("xdist"):
         arguments += ["-n0"]
-    # Whether a failure is expected, which tests are selected, and what is seen of them is decided here.
+    # this process decides which failures are expected, which tests run, and the output
     return [
         *arguments,
         f"--aiodist-backend={config.getoption('--aiodist-backend')}",
@@ -383,7 +383,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = Path(sys.argv[1])
     arguments = json.loads((folder / "arguments").read_text())
-    # Where all share one, each removes what earlier runs left there, and stumbles over the others.
+    # ranks with a common folder would remove the files of each other
     code = pytest.main([*arguments, f"--basetemp={folder / f'tmp-{Environment.read().rank}'}"])
     fine = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
     return 0 if code in fine else int(code)

@@ -30,11 +30,11 @@ Main = Callable[..., Coroutine[Any, Any, T]]
 
 _DAY = 86_400.0
 _KILLED = "it was killed"
-_PATIENCE = 10  # deadlocks while the ranks are being ended, then they are left to themselves
+_PATIENCE = 10  # deadlocks while the ranks end; after them the ranks are left alone
 
 
 class Deadlock(DeadlockError):
-    """No rank can ever go on, for other reasons than operations alone; the message says what each waits for."""
+    """No rank can continue, for reasons other than operations; the message names the wait of each rank."""
 
 
 def run_ranks(
@@ -56,14 +56,14 @@ def run_ranks(
     gives another one. Time stands still while code runs and jumps when all wait, so `asyncio.sleep(3600)` and
     time-outs take no time; functions in an executor and sockets are waited for in real time.
 
-    With `elastic`, (MIN, MAX), it is an elastic job (`init(elastic=True)`), and those that `grow` starts are numbered
-    on from `n`, with results behind the others'. A rank that is killed, by `kill_rank` or by `faults`, ends no other
-    one by that, and its result is None.
+    `elastic`, (MIN, MAX), makes an elastic job (`init(elastic=True)`). Ranks that `grow` starts get the numbers from
+    `n` on, and their results come last. A rank that `kill_rank` or `faults` kills ends no other rank, and its result
+    is None.
 
-    An exception of one rank ends the others and is raised, with a note that names the rank. Raises `DeadlockError`
-    where ranks wait for one another's operations, `Deadlock` where none can go on for other reasons, and TimeoutError
-    after `timeout` seconds (of that clock; None: never), all with what each rank waits for; RuntimeError where a loop
-    runs already: there, `await gather_ranks(n, main)`.
+    An exception of one rank ends the others and is raised, with a note that names the rank. Raises `DeadlockError` if
+    ranks wait for the operations of one another, `Deadlock` if no rank can continue for other reasons, and TimeoutError
+    after `timeout` seconds of the jumping clock (None: never); the messages name the wait of each rank. Raises
+    RuntimeError if a loop runs already: use `await gather_ranks(n, main)` there.
     """
     if _get_running_loop() is not None:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
@@ -142,7 +142,7 @@ class Seat:
         return RankPlace(transport, channel, (0,) * channel.size)
 
     def leave(self) -> None:
-        """Its task is killed: the others hear that, and nothing of it any more."""
+        """Kill the channels of a killed task; the other ranks get only that news."""
         for channel in self.channels:
             channel.kill(_KILLED)
 
@@ -208,7 +208,7 @@ class _RanksJob(Generic[T]):
                 task.cancel()
             await asyncio.wait(self._tasks)
             for task in self._tasks:
-                task.cancelled() or task.exception()  # what one raised on its way out is in a note of the first
+                task.cancelled() or task.exception()  # a later error is in a note of the first one
         if not self._failed.done():
             # A task that was cancelled before it began has no result of its own.
             return [cast(T, None) if n in self._killed else task.result() for n, task in enumerate(self._tasks)]
@@ -248,7 +248,7 @@ class _RanksJob(Generic[T]):
         current = self._generations.machine.current.number
         self._sessions = {number: session for number, session in self._sessions.items() if number >= current}
         ready = asyncio.get_running_loop().create_future()
-        ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
+        ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # mark the error as retrieved
         self._sessions[generation.number] = in_process(generation.size, members), ready
         for rank in generation.joiners:
             self._start(generation, rank)
@@ -265,7 +265,7 @@ class _RanksJob(Generic[T]):
     async def connect(self, seat: Seat, generation: Generation, rank: int) -> InProcessChannel:
         """Return the channel of a rank of a generation, once all its ranks have asked for theirs."""
         if generation.number not in self._sessions:
-            raise PeerLost(f"generation {generation.number} was given up", lost=-1)
+            raise PeerLost(f"generation {generation.number} was aborted", lost=-1)
         channels, ready = self._sessions[generation.number]
         seat.channels = [*seat.channels[-1:], channels[rank]]
         machine = self._generations.machine
@@ -306,10 +306,10 @@ class _RanksJob(Generic[T]):
         elif not isinstance(error, (asyncio.CancelledError, PeerError)):
             self._failed.result().add_note(f"then by rank {rank}: {type(error).__name__}: {error}")
 
-    # --- when nothing goes on ------------------------------------------------------------------------------
+    # --- deadlocks -----------------------------------------------------------------------------------------
 
     def deadlocked(self) -> None:
-        """Called by the loop: nothing can ever happen any more."""
+        """Called by the loop when no event can happen."""
         self._deadlocks += 1
         if self._deadlocks > _PATIENCE:
             raise RuntimeError(f"the ranks do not end\n{self._waiting()}")

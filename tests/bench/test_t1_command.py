@@ -105,7 +105,7 @@ def test_t1_bench_await_beside_busy_cores(outside: None, tmp_path: Path, mpi: st
         (["allreduce", "--json", f"{__file__}/out.json"], "out.json: expected a file that can be written"),
         (["allreduce", "--plot", "out.txt"], "--plot out.txt: expected FILE.png or FILE.svg"),
         (["scan", "--dtype", "bool"], "--dtype bool: a scan is measured as a sum, which bool has not"),
-        (["barrier", "--sizes", "64"], "--sizes: a barrier has none"),
+        (["barrier", "--sizes", "64"], "--sizes: barrier has no sizes"),
         (["allreduce", "--ranks", "0"], "--ranks"),
         (["allreduce", "--repeat", "x"], "--repeat"),
         (["allreduce", "--wrong"], "--wrong"),

@@ -1,5 +1,5 @@
 """The ten places where tests may reach below the public calls; each module names at most eight things.
 
-What a module here names keeps its name and its behaviour when the code below it is cut in another way. Tests import no
-other internal module, but those that hold values and rules alone (tests/packaging/test_seams.py has the list).
+The names of these modules keep their behaviour when the code below them changes. Tests import no other internal
+module, except modules of values and rules (tests/packaging/test_seams.py has the list).
 """

@@ -22,7 +22,7 @@ __all__ = [
 
 @contextmanager
 def own_thread(linger_seconds: float) -> Iterator[None]:
-    """Use a new progress thread in the block, which knows only open loops and sleeps after so many idle seconds."""
+    """Use a new progress thread in the block, which knows only open loops and sleeps after `linger_seconds`."""
     before = progress_thread.linger_seconds
     progress_thread.restart(linger_seconds)
     try:
