@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,23 +58,6 @@ class Buffers:
     def neighbours(self) -> tuple[int, int]:
         """The destination and the source of this rank in a ring."""
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
-
-
-class Peer(Protocol):
-    """Another library."""
-
-    @property
-    def described(self) -> str:
-        """The name and the version."""
-
-    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        """Return the calls that run `op` on these tensors."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def close(self) -> None:
-        """Release the library."""
 
 
 class Mpi4py:
@@ -204,6 +187,9 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
     return calls.get(op)
 
 
+Peer = Mpi4py | Gloo
+
+
 @asynccontextmanager
 async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
     """Open peers over the ranks of `coll`, and release them at the end; all ranks must enter."""
@@ -212,11 +198,9 @@ async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list
     async with AsyncExitStack() as stack:
         peers = []
         for name in names:
-            if name not in openers:  # "none", "copy" need no library; the benchmark opens "rpc"
-                continue
-            peer = await openers[name](coll)
-            stack.callback(peer.close)
-            peers.append(peer)
+            if name in openers:  # others need no library, or their benchmark opens it
+                peers.append(await openers[name](coll))
+                stack.callback(peers[-1].close)
         yield peers
 
 

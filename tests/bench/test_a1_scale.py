@@ -75,7 +75,7 @@ def closed_form(op: str, name: str, p: int, nbytes: int, net: LogGP, gamma: floa
             return sum(net.message(nbytes >> i) for i in range(1, k + 1))
         case "broadcast", "tree":
             return k * net.message(nbytes)
-        case "allreduce", "doubling":  # and one copy where the result lies in scratch
+        case "allreduce", "doubling":  # and one copy of a result in scratch memory
             return k * (net.message(nbytes) + nbytes * gamma) + nbytes * gamma
         case _:  # broadcast, chain
             return (p - 1) * net.message(nbytes)

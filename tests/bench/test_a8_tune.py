@@ -24,7 +24,7 @@ SHORT = Tuning(("allreduce",), (64, 1 << 18), repeat=2)
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where this user's tables go."""
+    """The folder of this user's tables."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("AIODIST_SELECTOR", raising=False)
     return tmp_path / "cache" / "aiodist" / "selector"
@@ -66,7 +66,7 @@ def test_a8_the_next_start_uses_what_was_measured(cache: Path, capsys: pytest.Ca
         *("aiodist", "torch", "library", "hosts", "ranks-per-host", "cores", "implementations")
     ]
     assert [rows(text) for text in start()] == [rows(written)] * 2
-    # Something that nobody would measure, to see that it is this file that is used.
+    # an unlikely table shows that this file is used
     file.write_text(written[: written.index("  cpu")] + "cpu one allreduce 0 100 tree\ncpu one allreduce 100 - ring\n")
     assert [rows(text) for text in start()] == [rows(file.read_text())] * 2
     assert start(3) == [before[0]] * 3  # another topology, about which nothing is known

@@ -1,4 +1,4 @@
-"""`benchmarks ps`: pushes and pulls by size, small pushes a second, and what serving costs a training step."""
+"""`benchmarks ps`: pushes and pulls by size, small pushes a second, and the cost of serving for a training step."""
 
 import json
 import os

@@ -139,7 +139,7 @@ def test_s2_bench_gpu_a_clock_that_never_rests_is_taken_as_it_is(monkeypatch: py
 
 @pytest.fixture
 def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for torch's process group, of which a process has one: it blocks, which ranks of one thread may not."""
+    """Stand-ins for torch's process group, which blocks: ranks of one thread may not."""
 
     async def by_gloo(bench: Bench, ts: Sequence[torch.Tensor]) -> None:
         for t in ts:

@@ -1,4 +1,4 @@
-"""Every operation is measured: on ranks in this process alone, and on two processes beside the peers."""
+"""Every operation is measured, on ranks of this process, and on two processes with the peers."""
 
 import importlib
 import json

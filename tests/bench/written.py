@@ -1,4 +1,4 @@
-"""What a benchmark wrote, read again."""
+"""Records, read from the JSON of a benchmark."""
 
 from __future__ import annotations
 

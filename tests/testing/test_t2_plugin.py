@@ -166,7 +166,7 @@ def test_t2_a_wrong_marker_says_so(run: Run, pytester: pytest.Pytester) -> None:
     right = "@pytest.mark.ranks(2)\nasync def test_right(coll): await coll.barrier()"
     pytester.makepyfile(**{f"test_{i}": f"import pytest\n{source}\n{right}\n" for i, source in enumerate(wrong)})
     result = run("")
-    # Each fails alone: the test beside it in the same file runs.
+    # each fails alone: the other test in the same file runs
     outcomes = result.parseoutcomes()
     assert (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0)) == (len(wrong), len(wrong))
     assert [complaint for complaint in wrong.values() if complaint not in result.stdout.str()] == []
@@ -426,7 +426,7 @@ def test_t2_a_deadlock_is_an_error_under_pytest_xdist_too(pytester: pytest.Pytes
 @pytest.mark.thorough
 @pytest.mark.timeout(100)
 def test_t2_a_test_that_is_interrupted_takes_no_other_along(run: Run) -> None:
-    """Its job hangs, and pytest-timeout ends the wait for it: the next test has a job of its own."""
+    """The job of a test hangs, and pytest-timeout ends the wait: the next test gets a new job."""
     result = run(
         """
         import pytest, signal

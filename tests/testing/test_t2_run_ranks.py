@@ -106,7 +106,7 @@ def test_t2_the_progress_thread_may_be_the_first_to_send() -> None:
 
 
 def test_t2_messages_are_matched_with_the_transport_lock_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of an operation's later steps, which follow a delivery: threads send and receive beside the loop."""
+    """Messages of later steps, which follow a delivery, too: threads send and receive at the same time as the loop."""
     held = []
 
     def noting(call: Any) -> Any:
@@ -146,7 +146,7 @@ def test_t2_sleeping_takes_no_time() -> None:
         loop = asyncio.get_running_loop()
         async with aiodist.init() as coll:
             await asyncio.sleep(3600 * (rank + 1))
-            await coll.barrier()  # a rank that waits for two hours beside it
+            await coll.barrier()  # another rank waits for two hours
             return loop.time()
 
     assert run_ranks(3, main) == pytest.approx([3 * 3600] * 3, abs=1)
@@ -384,7 +384,7 @@ def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: p
 
 @pytest.mark.timeout(30)
 def test_t2_a_thread_that_was_given_up_holds_no_time_up() -> None:
-    """Its executor is told that it is done, and its worker is not back before it gets what it waits for."""
+    """The executor knows that the thread has finished, and its worker returns only after its wait."""
 
     async def main() -> float:
         async with aiodist.init() as coll:

@@ -23,7 +23,7 @@ from aiodist.testing import Fault, FaultKind, Faults, InjectedFault, kill_rank, 
 from aiodist.testing.seams.progress import transport_lock
 
 DEADLINE = 600.0
-"""Seconds in which each program is over, of the clock that jumps."""
+"""Time limit of each program, in seconds of the jumping clock."""
 FATAL = ("kill", "raise")
 HARMLESS = ("block", "slow", "delay", "reorder")
 Step = Callable[[Communicator, Any], Awaitable[object]]
@@ -63,7 +63,7 @@ STEPS = (*NUMBERED, exchanges)
 
 
 def ended(size: int, steps: Sequence[Step], faults: Faults, seed: int) -> list[Any]:
-    """Run a program; return how each rank ended: "right", None where it was killed, or the error."""
+    """Run a program; return the end of each rank: "right", None for a killed rank, or the error."""
 
     async def go(coll: Communicator, ps: ParameterServer | None) -> None:
         for step in steps:
@@ -117,7 +117,7 @@ def check(ends: list[Any], faults: Faults) -> None:
             assert lost, end
         elif end != "right":
             assert named(end), repr(end)
-            # Where a message is lost, a rank fails by its deadline, which the others are told.
+            # a lost message makes a rank fail by its deadline, and the others hear of that
             assert named(end) <= (failed if lost else killed | raised), (end, faults)
 
 
