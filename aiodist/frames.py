@@ -33,7 +33,7 @@ _KEEP_ALIVE: Final = (
 )
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of frames, with the sender and the content."""
 
     # The handshake.
@@ -75,7 +75,7 @@ class Frame(NamedTuple):
     body: bytes
 
 
-def frame(kind: Kind, number: int = 0, body: bytes = b"") -> bytes:
+def frame(kind: FrameKind, number: int = 0, body: bytes = b"") -> bytes:
     """Return the bytes of a frame, or raise `ValueError` if the body is longer than `MAX_FRAME`."""
     if len(body) > MAX_FRAME:
         raise ValueError(f"a control message of {len(body)} bytes: at most {MAX_FRAME} bytes (64 MiB) fit in one frame")

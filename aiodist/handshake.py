@@ -11,7 +11,7 @@ import hmac
 import os
 from typing import Any, Final
 
-from aiodist.frames import Frame, Kind, WireError, frame, pack, unpack
+from aiodist.frames import Frame, FrameKind, WireError, frame, pack, unpack
 
 _PROTOCOL: Final = "aiodist control 4"
 
@@ -55,16 +55,16 @@ class Caller:
     def answer(self, received: Frame) -> bytes:
         """Return the bytes to send. Raises `Refused`, and `WireError` for a frame of another protocol."""
         match received.kind, unpack(received.body):
-            case Kind.GREETING, [str(protocol), bytes(challenge)]:
+            case FrameKind.GREETING, [str(protocol), bytes(challenge)]:
                 if protocol != _PROTOCOL:
                     raise WireError(f"it speaks {protocol!r}, this is {_PROTOCOL!r}")
                 self._challenge = challenge
                 proof = self._hello.prove(b"rank", challenge, self._counter_challenge)
                 said = [self._hello.rank, self._hello.size, proof, self._counter_challenge]
-                return frame(Kind.HELLO, body=pack(said))
-            case Kind.REFUSED, [str(code), str(message)]:
+                return frame(FrameKind.HELLO, body=pack(said))
+            case FrameKind.REFUSED, [str(code), str(message)]:
                 raise Refused(code, message)
-            case Kind.WELCOME, [bytes(answer), dict(settings)]:
+            case FrameKind.WELCOME, [bytes(answer), dict(settings)]:
                 proof = self._hello.prove(b"hub", self._challenge, self._counter_challenge)
                 if not hmac.compare_digest(answer, proof):
                     raise Refused("token", "the hub does not know this job's token")
@@ -84,11 +84,11 @@ class Challenge:
 
     def greeting(self) -> bytes:
         """Return the first bytes to send."""
-        return frame(Kind.GREETING, body=pack([_PROTOCOL, self._challenge]))
+        return frame(FrameKind.GREETING, body=pack([_PROTOCOL, self._challenge]))
 
     def check(self, received: Frame) -> Hello:
         """Return the introduction of a caller that knows the token. Raises `Refused` and `WireError`."""
-        if received.kind != Kind.HELLO:
+        if received.kind != FrameKind.HELLO:
             raise WireError("expected a hello first")
         match unpack(received.body):
             case [int(rank), int(size), bytes(proof), bytes(counter_challenge)]:
@@ -102,9 +102,9 @@ class Challenge:
 
     def welcome(self, settings: dict[str, Any]) -> bytes:
         """Return the bytes that let the caller in, after `check`."""
-        return frame(Kind.WELCOME, body=pack([self._proof, settings]))
+        return frame(FrameKind.WELCOME, body=pack([self._proof, settings]))
 
 
 def refusal(refused: Refused) -> bytes:
     """Return the bytes that refuse a caller."""
-    return frame(Kind.REFUSED, body=pack([refused.code, str(refused)]))
+    return frame(FrameKind.REFUSED, body=pack([refused.code, str(refused)]))

@@ -23,7 +23,7 @@ from aiodist.control.places import TcpPlace, is_loopback, outward_host, parse
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, CommunicatorAborted, OperationTimeout
 from aiodist.threads import result_of
-from aiodist.world.background import LoopThread
+from aiodist.world.background import WorldThread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
 
@@ -50,7 +50,7 @@ class Home:
         meeting = Introduction(rank, size, _exchange(store, rank, size, timeout))
         stack = ExitStack()
         try:
-            world = stack.enter_context(LoopThread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
+            world = stack.enter_context(WorldThread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
         except OperationTimeout as error:  # words of torch's stores, which programs search for
             raise dist.DistStoreError(f"wait timeout after {1e3 * timeout:g}ms: {error}") from error
         home = cls(world, stack)

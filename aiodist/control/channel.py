@@ -17,7 +17,7 @@ from typing import Any
 from aiodist.control.rollcall import ROLL_CALL, RollCall, Then
 from aiodist.control.roster import Exit
 from aiodist.control.texts import name_ranks
-from aiodist.control.thread import Owner
+from aiodist.control.thread import OwnProcess
 from aiodist.errors import OperationTimeout
 from aiodist.frames import EVERYBODY, pack, unpack
 
@@ -62,7 +62,7 @@ class Channel(ABC):
         """`post(fn, *args)` calls on the thread that delivers, which runs `loop`."""
         self.rank = rank
         self.size = size
-        self._owner = Owner()
+        self._owner = OwnProcess()
         self._post = post
         self._loop = loop
         self._subscribers: dict[str, Callable[[int, Any], None]] = {}

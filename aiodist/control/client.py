@@ -20,7 +20,7 @@ from aiodist.control.roster import HUB, Exit
 from aiodist.control.texts import name_ranks
 from aiodist.control.thread import settle, settle_soon
 from aiodist.errors import OperationTimeout
-from aiodist.frames import Frame, Kind, WireError, frame, pack, unpack
+from aiodist.frames import Frame, FrameKind, WireError, frame, pack, unpack
 
 if TYPE_CHECKING:
     from aiodist.control.places import Place
@@ -96,11 +96,11 @@ class SocketChannel(Channel):
         return answer
 
     def _send(self, dst: int, body: bytes) -> None:
-        self._write(frame(Kind.MESSAGE, dst, body))
+        self._write(frame(FrameKind.MESSAGE, dst, body))
 
     def _ask(self, body: bytes, resolve: _Resolve) -> int:
         number = next(self._numbers) & 0x7FFFFFFF
-        data = frame(Kind.REQUEST, number, body)
+        data = frame(FrameKind.REQUEST, number, body)
         self._replies[number] = resolve
         self._write(data)
         # The thread first notes the loss of the hub, then empties the table. So one of the two sees this entry.
@@ -110,7 +110,7 @@ class SocketChannel(Channel):
 
     def _cancel(self, number: int) -> None:
         if self._replies.pop(number, None):
-            self._write(frame(Kind.CANCEL, number))
+            self._write(frame(FrameKind.CANCEL, number))
 
     def _write(self, data: bytes) -> None:
         self._outbox.append(data)
@@ -187,17 +187,17 @@ class SocketChannel(Channel):
 
     def _hear(self, received: Frame) -> None:
         match received.kind:
-            case Kind.MESSAGE:
+            case FrameKind.MESSAGE:
                 self._deliver(received.number, received.body)
-            case Kind.REPLY:
+            case FrameKind.REPLY:
                 error, value = unpack(received.body)
                 if resolve := self._replies.pop(received.number, None):
                     resolve(value, None if error is None else ValueError(error))
-            case Kind.EXIT:
+            case FrameKind.EXIT:
                 self._left(Exit(**unpack(received.body)))
-            case Kind.READY:
+            case FrameKind.READY:
                 settle(self.ready, None, None)
-            case Kind.CLOSING:
+            case FrameKind.CLOSING:
                 notice = unpack(received.body)
                 if not self.ready.done() and notice["late"]:
                     late = dict(notice["late"])
@@ -205,7 +205,7 @@ class SocketChannel(Channel):
                     self.ready.set_exception(OperationTimeout(message, late=late, rank=self.rank, op="connect"))
                 rank = HUB if notice["clean"] else self._host_rank
                 self._lose(Exit(rank, clean=notice["clean"], cause=notice["cause"]))
-            case Kind.PING:
+            case FrameKind.PING:
                 pass
             case kind:
                 raise WireError(f"a frame of kind {kind} from the hub")

@@ -17,7 +17,7 @@ from typing import Any
 from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
 from aiodist.control.roster import Exit, Members, Roster, Store
-from aiodist.frames import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
+from aiodist.frames import EVERYBODY, Frame, FrameKind, WireError, frame, pack, unpack
 from aiodist.handshake import Hello, Refused
 
 _FAREWELL_TIMEOUT = 1.0
@@ -73,7 +73,7 @@ class Hub:
         """Start on a listening socket."""
         self.port = sock.getsockname()[1]
         self._listener = Listener(sock, self._token, self._admit)
-        self._pulse = Pulse(self._heartbeat, self._links.values, _given_up)
+        self._pulse = Pulse(self._heartbeat, self._links.values, _farewell)
 
     async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
@@ -99,7 +99,7 @@ class Hub:
             await self._listener.wait_closed()
         links = tuple(self._links.values())
         late = [] if self.roster.ready else list(self.roster.missing().items())
-        closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
+        closing = frame(FrameKind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
         for link in links:
             link.write(closing)
             link.close(cause)
@@ -122,23 +122,23 @@ class Hub:
         self._idle.clear()
         link.write(welcome({"heartbeat": self._heartbeat, "host_rank": self._host_rank}))
         if self.roster.ready:
-            self._write_all(frame(Kind.READY))
+            self._write_all(frame(FrameKind.READY))
         if self._members is not None:
             self._members.joined(rank)
 
     def _serve(self, rank: int, received: Frame) -> None:
         match received.kind:
-            case Kind.MESSAGE:
-                data = frame(Kind.MESSAGE, rank, received.body)
+            case FrameKind.MESSAGE:
+                data = frame(FrameKind.MESSAGE, rank, received.body)
                 if received.number == EVERYBODY:
                     self._write_all(data, but=rank)
                 elif link := self._links.get(received.number):
                     link.write(data)
-            case Kind.REQUEST:
+            case FrameKind.REQUEST:
                 self._answer(rank, received.number, unpack(received.body))
-            case Kind.CANCEL:
+            case FrameKind.CANCEL:
                 self.store.cancel(rank, received.number)
-            case Kind.PING:
+            case FrameKind.PING:
                 pass
             case kind:
                 raise WireError(f"a frame of kind {kind} from a rank")
@@ -170,11 +170,11 @@ class Hub:
 
     def _reply(self, rank: int, number: int, value: Any, error: Exception | None) -> None:  # noqa: ANN401
         if link := self._links.get(rank):
-            link.write(frame(Kind.REPLY, number, pack([None if error is None else str(error), value])))
+            link.write(frame(FrameKind.REPLY, number, pack([None if error is None else str(error), value])))
 
     def _leave(self, exit: Exit) -> None:
         if self.roster.leave(exit):
-            self._write_all(frame(Kind.EXIT, body=pack(asdict(exit))), but=exit.rank)
+            self._write_all(frame(FrameKind.EXIT, body=pack(asdict(exit))), but=exit.rank)
         if self._members is not None:
             self._members.left(exit)
 
@@ -191,5 +191,6 @@ class Hub:
                 self.store = Store()
 
 
-def _given_up(cause: str) -> bytes:
-    return frame(Kind.CLOSING, body=pack({"cause": f"the hub gave this rank up: {cause}", "clean": False, "late": []}))
+def _farewell(cause: str) -> bytes:
+    notice = {"cause": f"the hub gave this rank up: {cause}", "clean": False, "late": []}
+    return frame(FrameKind.CLOSING, body=pack(notice))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 from aiodist.control.thread import forget, guard, settle
-from aiodist.frames import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame, set_options
+from aiodist.frames import MAX_FRAME, Frame, FrameKind, FrameReader, WireError, frame, set_options
 from aiodist.handshake import Caller, Challenge, Hello, Refused, refusal
 
 MAX_BACKLOG: Final = 16 * MAX_FRAME
@@ -21,7 +21,7 @@ HANDSHAKE_TIMEOUT: Final = 10.0
 
 _PAUSE: Final = 0.2
 _FAREWELL_TIMEOUT: Final = 1.0
-_PING: Final = frame(Kind.PING)
+_PING: Final = frame(FrameKind.PING)
 
 
 class Link(asyncio.Protocol):

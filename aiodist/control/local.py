@@ -13,7 +13,7 @@ from typing import Any
 from aiodist.control.channel import Channel, ChannelClosed
 from aiodist.control.roster import Exit, Members, Store
 from aiodist.control.thread import settle
-from aiodist.frames import EVERYBODY, Kind, frame, pack
+from aiodist.frames import EVERYBODY, FrameKind, frame, pack
 
 
 def in_process(size: int, members: Members | None = None) -> list[InProcessChannel]:
@@ -80,7 +80,7 @@ class InProcessChannel(Channel):
         self._check_open()
         if asyncio.get_running_loop() is not self._hub.loop:
             raise RuntimeError("this control channel belongs to another event loop")
-        frame(Kind.REQUEST, body=pack(list(question)))  # over 64 MiB is an error here too
+        frame(FrameKind.REQUEST, body=pack(list(question)))  # over 64 MiB is an error here too
         waiter = (self.rank, next(self._hub.numbers))
         answer: asyncio.Future[Any] = self._hub.loop.create_future()
         self._asked.add(answer)
@@ -129,7 +129,7 @@ class InProcessChannel(Channel):
             super()._deliver(src, body)
 
     def _send(self, dst: int, body: bytes) -> None:
-        frame(Kind.MESSAGE, body=body)  # over 64 MiB is an error here too
+        frame(FrameKind.MESSAGE, body=body)  # over 64 MiB is an error here too
         others = (rank for rank in range(self.size) if rank != self.rank)
         for rank in () if self._killed else others if dst == EVERYBODY else (dst,):
             self._hub.post(self._hub.channels[rank]._deliver, self.rank, body)

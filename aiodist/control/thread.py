@@ -28,7 +28,7 @@ _running: WeakSet[LoopThread] = WeakSet()
 _guarded: set[int] = set()
 
 
-class Owner:
+class OwnProcess:
     """The process that made an object, which a forked child must not use."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self.stack = AsyncExitStack()
-        self.owner = Owner()
+        self.owner = OwnProcess()
         self._work: WeakSet[Coroutine[Any, Any, Any]] = WeakSet()
         self._stopping = asyncio.Event()
         self._ended: Future[None] = Future()

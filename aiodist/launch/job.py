@@ -70,12 +70,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         if job.hosts:
             common = {**commands.GUARD_NEEDS, **common}
             exports = {**commands.travelling(common), **commands.network_variables(mpi, job.iface, environ), **exports}
-        # An mpirun may not give rank 0 this standard input, so the launcher sends it. A local guard inherits it.
-        first: Stdin = "same" if mpi is None and not job.hosts else "sent"
-        starts = [
-            Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, cwd))
-            for rank in range(job.ranks)
-        ]
+        starts = _starts(job, mpi, exports, cwd)
         ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
         supervisor = Supervisor(job, ranks, elastic or hub.roster, output.say)
 
@@ -89,10 +84,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             guards = await asyncio.to_thread(_Guards, job, guard, common)
             todo = [guards.first(rank) for rank in range(job.ranks)]
         else:
-            session = stack.enter_context(scratch_folder(tempfile.gettempdir()))
-            shm = commands.segments_in(job, mpi, common)
-            segments = stack.enter_context(scratch_folder(shm)) if shm else ""
-            todo = [Command(commands.mpirun_command(job, mpi, guard, session, segments), common)]
+            todo = [_mpirun(job, mpi, guard, common, stack)]
         processes = Processes(todo, sink=overheard, notify=events.put_nowait)
         if elastic is not None:
             guards = _Guards(job, guard, common) if mpi else guards  # an mpirun starts no ranks later
@@ -105,6 +97,24 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             processes.patience = 1.0 if supervisor.stopping else processes.patience
             ranks.release()
     return code
+
+
+def _starts(job: Job, mpi: Mpi | None, exports: dict[str, str], cwd: Path) -> list[Start]:
+    """Return the program of each rank."""
+    # An mpirun may not give rank 0 this standard input, so the launcher sends it. A local guard inherits it.
+    first: Stdin = "same" if mpi is None and not job.hosts else "sent"
+    return [
+        Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, cwd))
+        for rank in range(job.ranks)
+    ]
+
+
+def _mpirun(job: Job, mpi: Mpi, guard: list[str], common: dict[str, str], stack: AsyncExitStack) -> Command:
+    """Return the command of the mpirun, with folders that `stack` removes."""
+    session = stack.enter_context(scratch_folder(tempfile.gettempdir()))
+    shm = commands.segments_in(job, mpi, common)
+    segments = stack.enter_context(scratch_folder(shm)) if shm else ""
+    return Command(commands.mpirun_command(job, mpi, guard, session, segments), common)
 
 
 def _common_variables(

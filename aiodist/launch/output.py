@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiodist.errors import ConfigError
-from aiodist.frames import Kind
+from aiodist.frames import FrameKind
 from aiodist.launch.tracebacks import Tracebacks
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _PIECE = 4096
 """Bytes that a pipe with room takes without blocking (PIPE_BUF)."""
 _LAST_WORDS = 2.0
 """Time for a slow reader of the last output, in seconds."""
-_FDS = {Kind.OUT: 1, Kind.ERR: 2}
+_FDS = {FrameKind.OUT: 1, FrameKind.ERR: 2}
 
 
 class Lines:
@@ -120,7 +120,7 @@ class Console:
         self._tell_broken = broken
         self._broken: set[int] = set()
 
-    async def write(self, kind: Kind, data: bytes) -> None:
+    async def write(self, kind: FrameKind, data: bytes) -> None:
         """Write all of `data`, which are whole lines. Wait for the reader without a limit."""
         fd = _FDS[kind]
         async with self._lock:
@@ -180,7 +180,7 @@ class Logs:
 
     def __init__(self, folder: Path | None, ranks: int) -> None:
         self._folder = folder
-        self._files: dict[tuple[int, Kind], int] = {}
+        self._files: dict[tuple[int, FrameKind], int] = {}
         for rank in range(ranks):
             self.add(rank)
 
@@ -191,13 +191,13 @@ class Logs:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank, Kind.OUT] = os.open(folder / f"rank-{rank}.out", flags, 0o644)
-            self._files[rank, Kind.ERR] = os.open(folder / f"rank-{rank}.err", flags, 0o644)
+            self._files[rank, FrameKind.OUT] = os.open(folder / f"rank-{rank}.out", flags, 0o644)
+            self._files[rank, FrameKind.ERR] = os.open(folder / f"rank-{rank}.err", flags, 0o644)
         except OSError as error:
             self.close()
             raise ConfigError(f"--log-dir {folder}: {error.strerror}") from error
 
-    def write(self, rank: int, kind: Kind, data: bytes) -> None:
+    def write(self, rank: int, kind: FrameKind, data: bytes) -> None:
         """Append to the rank's file, if any. Raises `ConfigError` if the file ends here, as on a full disk."""
         view = memoryview(data)
         while view and (rank, kind) in self._files:
@@ -224,7 +224,7 @@ class Streams:
         self._logs = Logs(job.log_dir, job.ranks)
         self._prefix = job.prefix
         self._tracebacks = Tracebacks()
-        self._lines: dict[tuple[int, Kind], Lines] = {}
+        self._lines: dict[tuple[int, FrameKind], Lines] = {}
         for rank in range(job.ranks):
             self._add_lines(rank)
         self._mpirun = Lines(f"[{beside}] ".encode())
@@ -246,7 +246,7 @@ class Streams:
             self.say(f"aiodist run: {error}")
 
     def _add_lines(self, rank: int) -> None:
-        for kind in (Kind.OUT, Kind.ERR):
+        for kind in (FrameKind.OUT, FrameKind.ERR):
             self._lines[rank, kind] = Lines(self._prefix_of(rank))
 
     def _prefix_of(self, rank: int) -> bytes:
@@ -256,30 +256,30 @@ class Streams:
         """Print one line for each rank that reports only the interrupt of another rank."""
         self._tracebacks.interrupted()
 
-    async def write(self, rank: int, kind: Kind, data: bytes) -> None:
+    async def write(self, rank: int, kind: FrameKind, data: bytes) -> None:
         """Print the whole lines of a rank's output. Wait until they are read."""
         with self._saying():
             self._logs.write(rank, kind, data)
         said = self._lines[rank, kind].feed(data, asyncio.get_running_loop().time())
-        if kind is Kind.ERR:
+        if kind is FrameKind.ERR:
             said = self._tracebacks.feed(rank, said, self._prefix_of(rank))
         await self._console.write(kind, said)
 
     async def finish(self, rank: int) -> None:
         """Print the output of the rank after its last line end."""
-        await self._console.write(Kind.OUT, self._lines[rank, Kind.OUT].flush())
+        await self._console.write(FrameKind.OUT, self._lines[rank, FrameKind.OUT].flush())
         prefix = self._prefix_of(rank)
-        said = self._tracebacks.feed(rank, self._lines[rank, Kind.ERR].flush(), prefix)
-        await self._console.write(Kind.ERR, said + self._tracebacks.finish(rank, prefix))
+        said = self._tracebacks.feed(rank, self._lines[rank, FrameKind.ERR].flush(), prefix)
+        await self._console.write(FrameKind.ERR, said + self._tracebacks.finish(rank, prefix))
 
     async def overheard(self, data: bytes) -> None:
         """Print the output of mpirun itself."""
         said = self._notices.feed(data)
-        await self._console.write(Kind.ERR, self._mpirun.feed(said, asyncio.get_running_loop().time()))
+        await self._console.write(FrameKind.ERR, self._mpirun.feed(said, asyncio.get_running_loop().time()))
 
     def say(self, line: str) -> None:
         """Print a line of the launcher, without a wait for the reader."""
-        task = asyncio.create_task(self._console.write(Kind.ERR, f"{line}\n".encode()))
+        task = asyncio.create_task(self._console.write(FrameKind.ERR, f"{line}\n".encode()))
         self._words.add(task)
         task.add_done_callback(self._words.discard)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from aiodist.control.link import Link, Listener
 from aiodist.control.places import listen
-from aiodist.frames import Frame, Kind, WireError, frame, pack, unpack
+from aiodist.frames import Frame, FrameKind, WireError, frame, pack, unpack
 from aiodist.handshake import Hello, Refused
 from aiodist.launch.output import Streams, read_input
 from aiodist.launch.start import Start
@@ -94,13 +94,13 @@ class Ranks:
         """Send a signal to every rank, also to later ones. SIGKILL reaches the processes of a rank too."""
         self._signals.append(signum)
         for link in self._links.values():
-            link.write(frame(Kind.SIGNAL, signum))
+            link.write(frame(FrameKind.SIGNAL, signum))
 
     def kill(self, rank: int) -> None:
         """Kill one rank and its processes, now or when its guard connects."""
         self._starts[rank] = replace(self._starts[rank], argv=["true"])
         if (link := self._links.get(rank)) is not None:
-            link.write(frame(Kind.SIGNAL, signal.SIGKILL))
+            link.write(frame(FrameKind.SIGNAL, signal.SIGKILL))
 
     def release(self) -> None:
         """End all guards, which first kill the remaining processes of their ranks."""
@@ -122,19 +122,19 @@ class Ranks:
         link.on_closed = lambda cause: arrived.put_nowait(None)
         self._links[rank] = link
         link.write(welcome({}))
-        link.write(frame(Kind.START, body=pack(asdict(self._starts[rank]))))
+        link.write(frame(FrameKind.START, body=pack(asdict(self._starts[rank]))))
         for signum in self._signals:
-            link.write(frame(Kind.SIGNAL, signum))
+            link.write(frame(FrameKind.SIGNAL, signum))
         self._spawn(self._serve(rank, link, arrived))
 
     async def _serve(self, rank: int, link: Link, arrived: asyncio.Queue[Frame | None]) -> None:
         taken = 0
         while (received := await arrived.get()) is not None:
-            if received.kind in (Kind.OUT, Kind.ERR):
-                await self._streams.write(rank, Kind(received.kind), received.body)
+            if received.kind in (FrameKind.OUT, FrameKind.ERR):
+                await self._streams.write(rank, FrameKind(received.kind), received.body)
                 taken += len(received.body)
                 if taken >= _TAKEN_BYTES:
-                    link.write(frame(Kind.TAKEN, taken))
+                    link.write(frame(FrameKind.TAKEN, taken))
                     taken = 0
                 continue
             try:
@@ -148,16 +148,16 @@ class Ranks:
 
     async def _take(self, rank: int, link: Link, received: Frame) -> None:
         match received.kind:
-            case Kind.WANT:
+            case FrameKind.WANT:
                 self._spawn(self._feed(link))
-            case Kind.STARTED:
+            case FrameKind.STARTED:
                 pid, table = unpack(received.body)
                 if table == process_table():
                     self._pids[rank] = pid
-            case Kind.ENDED:
+            case FrameKind.ENDED:
                 self._ended.add(rank)
                 self._notify(Ending(rank, *unpack(received.body)))
-            case Kind.DONE:
+            case FrameKind.DONE:
                 self._pids.pop(rank, None)
                 self._done.add(rank)
                 await self._streams.finish(rank)
@@ -166,7 +166,7 @@ class Ranks:
                 raise WireError(f"a frame of kind {kind} from the guard of rank {rank}")
 
     async def _feed(self, link: Link) -> None:
-        link.write(frame(Kind.INPUT, body=await read_input()))
+        link.write(frame(FrameKind.INPUT, body=await read_input()))
 
     async def _lost(self, rank: int) -> None:
         """Report the end of a rank whose guard was killed, and kill the processes of that rank."""

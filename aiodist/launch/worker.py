@@ -22,7 +22,7 @@ from os import _exit as exit_at_once
 from typing import Final
 
 from aiodist.env import Environment, replace_variables, variables
-from aiodist.frames import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame, pack, set_options, unpack
+from aiodist.frames import MAX_FRAME, Frame, FrameKind, FrameReader, WireError, frame, pack, set_options, unpack
 from aiodist.handshake import Caller, Hello, Refused
 from aiodist.launch.start import Start
 from aiodist.machine import job_socket, process_table
@@ -106,10 +106,10 @@ class _RankGuard:
         for signum in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)  # the number is in the wake-up pipe
         self._pid, self._stdin, out, err = _spawn(start)
-        self._pipes = {out: Kind.OUT, err: Kind.ERR}
-        self._send(Kind.STARTED, pack([self._pid, process_table()]))
+        self._pipes = {out: FrameKind.OUT, err: FrameKind.ERR}
+        self._send(FrameKind.STARTED, pack([self._pid, process_table()]))
         if self._stdin is not None:
-            self._send(Kind.WANT)
+            self._send(FrameKind.WANT)
         self._obey(b"")  # frames after `START`
 
     def run(self) -> None:
@@ -157,7 +157,7 @@ class _RankGuard:
             data = os.read(pipe, _CHUNK)
         except BlockingIOError:
             return False
-        if data and self._shortens and self._pipes[pipe] is Kind.ERR and not self._ended:
+        if data and self._shortens and self._pipes[pipe] is FrameKind.ERR and not self._ended:
             self._hold(data)
         elif data:
             self._print(self._pipes[pipe], data)
@@ -172,7 +172,7 @@ class _RankGuard:
         start = text.find(_TRACEBACK)
         self._traceback = b"" if start < 0 else text[start:]
         if passed := text if start < 0 else text[:start]:
-            self._print(Kind.ERR, passed)
+            self._print(FrameKind.ERR, passed)
 
     def _drain(self) -> None:
         """Take the contents of the pipes, but no later output of other processes."""
@@ -181,11 +181,11 @@ class _RankGuard:
                 if not self._read(pipe):
                     break
 
-    def _print(self, kind: Kind, data: bytes) -> None:
+    def _print(self, kind: FrameKind, data: bytes) -> None:
         self._untaken += len(data)
         self._send(kind, data)
 
-    def _send(self, kind: Kind, body: bytes = b"") -> None:
+    def _send(self, kind: FrameKind, body: bytes = b"") -> None:
         self._outbox += frame(kind, body=body)
         self._flush()
 
@@ -211,11 +211,11 @@ class _RankGuard:
 
     def _obey(self, data: bytes) -> None:
         for received in self._reader.feed(data):
-            if received.kind == Kind.SIGNAL:
+            if received.kind == FrameKind.SIGNAL:
                 self._signal(received.number)
-            elif received.kind == Kind.TAKEN:
+            elif received.kind == FrameKind.TAKEN:
                 self._untaken -= received.number
-            elif received.kind == Kind.INPUT and self._stdin is not None:
+            elif received.kind == FrameKind.INPUT and self._stdin is not None:
                 self._input += received.body
                 if not received.body:
                     self._close_stdin()
@@ -232,7 +232,7 @@ class _RankGuard:
             self._close_stdin()
             return
         if not self._input:
-            self._send(Kind.WANT)
+            self._send(FrameKind.WANT)
 
     def _close_stdin(self) -> None:
         if self._stdin is not None:
@@ -262,8 +262,8 @@ class _RankGuard:
         self._ended = True
         code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
         if self._traceback:
-            self._print(Kind.ERR, shortened(self._traceback) if code == -signal.SIGINT else self._traceback)
-        self._send(Kind.ENDED, pack([code, self._stopped]))
+            self._print(FrameKind.ERR, shortened(self._traceback) if code == -signal.SIGINT else self._traceback)
+        self._send(FrameKind.ENDED, pack([code, self._stopped]))
         self._deadline = time.monotonic() + (0.0 if self._killed else _LEFTOVERS)
 
     def _leave(self) -> None:
@@ -277,7 +277,7 @@ class _RankGuard:
         for pipe in self._pipes:
             os.close(pipe)
         self._pipes.clear()
-        self._send(Kind.DONE)
+        self._send(FrameKind.DONE)
 
 
 def shortened(text: bytes) -> bytes:

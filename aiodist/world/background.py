@@ -90,13 +90,13 @@ def start(  # noqa: PLR0913 - one for each option
         stragglers=stragglers,
         report_lag_over=report_lag_over,
     )
-    with ExitStack() as signals, LoopThread(block) as coll:  # they are heard until the block is left
+    with ExitStack() as signals, WorldThread(block) as coll:  # they are heard until the block is left
         if stop_on_signal:
             signals.enter_context(stopping_by_signals(lambda: _current(coll)))
         yield coll
 
 
-class LoopThread:
+class WorldThread:
     """A block on an event loop in a thread of its own. The end of the program leaves the block at the latest.
 
     After that Python stops the thread, and no code could wait for the end of the block.

@@ -167,7 +167,7 @@ class Kept:
 
     def _at_exit(self) -> None:
         """Close the world at the end of a process whose loop was never closed: a prompt, or a notebook."""
-        if os.getpid() != self._process or self._registry.kept is not self:  # closed at exit: see `LoopThread`
+        if os.getpid() != self._process or self._registry.kept is not self:  # closed at exit: see `WorldThread`
             return
         self._warn()
         if self._loop.is_running() or self._loop.is_closed():

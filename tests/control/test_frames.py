@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.frames import MAX_FRAME, FrameReader, Kind, WireError, frame, pack, unpack
+from aiodist.frames import MAX_FRAME, FrameKind, FrameReader, WireError, frame, pack, unpack
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_deep_nesting_is_refused_not_fatal() -> None:
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_a_stream_is_cut_into_frames_wherever_it_breaks(step: int) -> None:
     bodies = [b"", b"x" * 500, json.dumps(list(range(50))).encode()]
-    stream = b"".join(frame(Kind.MESSAGE, number, body) for number, body in enumerate(bodies, start=-1))
+    stream = b"".join(frame(FrameKind.MESSAGE, number, body) for number, body in enumerate(bodies, start=-1))
     reader = FrameReader()
     found = [got for at in range(0, len(stream), step) for got in reader.feed(stream[at : at + step])]
-    assert found == [(Kind.MESSAGE, number, body) for number, body in enumerate(bodies, start=-1)]
+    assert found == [(FrameKind.MESSAGE, number, body) for number, body in enumerate(bodies, start=-1)]
 
 
 def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
     with pytest.raises(ValueError, match=rf"{MAX_FRAME + 1} bytes.*at most {MAX_FRAME} bytes \(64 MiB\)"):
-        frame(Kind.MESSAGE, body=bytes(MAX_FRAME + 1))
+        frame(FrameKind.MESSAGE, body=bytes(MAX_FRAME + 1))
     with pytest.raises(WireError, match="announced a frame of 1213486160 bytes"):
         list(FrameReader().feed(b"HTTP/1.1 400 Bad Request\r\n"))

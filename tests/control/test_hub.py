@@ -12,7 +12,7 @@ import pytest
 from aiodist.control.link import Link, Pulse, dial
 from aiodist.control.roster import HUB
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
-from aiodist.frames import Kind, frame, pack
+from aiodist.frames import FrameKind, frame, pack
 from aiodist.handshake import Hello, Refused
 from aiodist.testing import FakeClockLoop
 from aiodist.testing.seams.channel import Hub, SocketChannel, connect, host
@@ -54,8 +54,8 @@ async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
     """A stranger that lets everybody in cannot prove that it knows the token."""
 
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 4", b"challenge"])))
-        writer.write(frame(Kind.WELCOME, body=pack([b"a guess", {"heartbeat": 30, "host_rank": None}])))
+        writer.write(frame(FrameKind.GREETING, body=pack(["aiodist control 4", b"challenge"])))
+        writer.write(frame(FrameKind.WELCOME, body=pack([b"a guess", {"heartbeat": 30, "host_rank": None}])))
         await reader.read()
         writer.close()
         await writer.wait_closed()

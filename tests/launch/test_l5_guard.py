@@ -14,7 +14,7 @@ import pytest
 
 from aiodist.control.link import Link, Listener
 from aiodist.control.places import listen
-from aiodist.frames import Frame, Kind, frame, pack, unpack
+from aiodist.frames import Frame, FrameKind, frame, pack, unpack
 from aiodist.handshake import Hello
 from aiodist.launch.start import Start
 
@@ -35,7 +35,7 @@ class Launcher:
         link.trust()
         link.on_frame = self.arrived.put_nowait
         link.on_closed = lambda cause: self.arrived.put_nowait(None)
-        link.write(welcome({}) + frame(Kind.START, body=pack(asdict(self._start))))
+        link.write(welcome({}) + frame(FrameKind.START, body=pack(asdict(self._start))))
         self.link = link
 
     async def next(self) -> Frame:
@@ -79,11 +79,11 @@ async def test_l5_output_waits_until_the_launcher_takes_it() -> None:
                 if launcher.link is None:
                     continue
                 waits += seen - taken >= least
-                launcher.link.write(frame(Kind.TAKEN, seen - taken))
+                launcher.link.write(frame(FrameKind.TAKEN, seen - taken))
                 taken = seen
             else:
-                seen += len(received.body) if received.kind == Kind.OUT else 0
-                done = received.kind == Kind.DONE
+                seen += len(received.body) if received.kind == FrameKind.OUT else 0
+                done = received.kind == FrameKind.DONE
     assert seen == total
     assert waits >= total // most
 
@@ -94,11 +94,11 @@ async def test_l5_signals_right_after_the_start_reach_the_rank() -> None:
 
     def admit_and_kill(link: Link, hello: Hello, welcome: Callable[[dict[str, Any]], bytes]) -> None:
         admit(link, hello, welcome)
-        link.write(frame(Kind.SIGNAL, 9))
+        link.write(frame(FrameKind.SIGNAL, 9))
 
     launcher.admit = admit_and_kill  # type: ignore[method-assign]
     async with guarded(launcher):
-        while (received := await launcher.next()).kind != Kind.ENDED:
+        while (received := await launcher.next()).kind != FrameKind.ENDED:
             pass
         assert unpack(received.body) == [-9, True]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aiodist.errors import ConfigError
-from aiodist.frames import Kind
+from aiodist.frames import FrameKind
 from aiodist.launch.output import Console, Lines, Logs, Notices
 
 pytestmark = pytest.mark.timeout(30)
@@ -103,7 +103,7 @@ async def test_l5_a_slow_reader_does_not_block_the_loop() -> None:
     try:
         console = Console(lambda _: None)
         text = b"z" * 200_000
-        writing = asyncio.create_task(console.write(Kind.OUT, text))
+        writing = asyncio.create_task(console.write(FrameKind.OUT, text))
         for _ in range(1000):
             await asyncio.sleep(0)
         assert not writing.done()
@@ -130,8 +130,8 @@ async def test_l5_a_reader_that_is_gone_is_told_once() -> None:
     try:
         console = Console(lambda error: told.append(error.errno))
         async with asyncio.timeout(10):
-            await console.write(Kind.OUT, b"a\n")
-            await console.write(Kind.OUT, b"b\n")
+            await console.write(FrameKind.OUT, b"a\n")
+            await console.write(FrameKind.OUT, b"b\n")
     finally:
         os.dup2(saved, 1)
         os.close(write)
