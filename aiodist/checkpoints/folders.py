@@ -69,7 +69,7 @@ def begin(path: Path) -> int:
 
 
 def commit(path: Path, number: int) -> Path:
-    """Have checkpoint `number`, whose files are on the disk, be one."""
+    """Rename the folder of `number`, whose files are on the disk, so that it is a checkpoint."""
     part, whole = folder_of(path, number, ".part"), folder_of(path, number)
     sync_folder(part)
     os.rename(part, whole)
@@ -106,14 +106,14 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def write_past_cache(fd: int) -> None:
-    """Have writes go past the cache of the kernel, where the file system can: copies there are half of the CPU."""
+    """Let writes bypass the kernel's cache if the file system can, which halves the CPU time."""
     with suppress(OSError):  # it cannot
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Give a new file to a block, behind which it is on the disk."""
+    """Open a new file for a block, and sync the file at the end of the block."""
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         yield fd
         os.fsync(fd)

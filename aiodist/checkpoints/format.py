@@ -1,8 +1,8 @@
 """Files in the folder of a checkpoint: one per rank, and `manifest.json` (docs/design/checkpoints.md).
 
 The file of one rank is in the format of safetensors (huggingface.co/docs/safetensors), the largest elements first, so
-that each is aligned to its own. The manifest says what a checkpoint is made of; its first line has the checksum of the
-second.
+that each is aligned to its element size. The manifest lists the contents of a checkpoint; its first line has the
+checksum of the second.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def dtype_name(dtype: torch.dtype, path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What a rank's file has of one tensor: elements `start` … `start + numel` of it, made flat."""
+    """Elements `start` to `start + numel` of a flat tensor, in the file of one rank."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     numel: int
     offset: int = 0
@@ -91,7 +91,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its header, and behind it its entries, in their order."""
+    """A file: the header, then the entries in order."""
 
     header: bytes
     entries: list[TensorEntry]
@@ -117,7 +117,7 @@ def lay_out(given: Sequence[TensorEntry]) -> Layout:
 
 
 def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
-    """Have `buffer` be what is behind the header of the file: `sources`, flat, one for each entry."""
+    """Fill `buffer` with the bytes after the header of the file: one flat source for each entry."""
     for entry, part, source in zip(layout.entries, parts_of(buffer, layout), sources, strict=True):
         part.view(DTYPES[entry.dtype]).copy_(source)
 
@@ -173,7 +173,7 @@ _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15})
 _VERSION = 2
 _READABLE = (1, _VERSION)  # 1 has no kinds
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What reading raises of JSON that is not as it was written."""
+"""Errors of a reader for JSON that was changed after the write."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is made of."""
+    """The contents of a checkpoint."""
 
     files: list[FileFacts]
     tensors: dict[str, list[TensorEntry]]
@@ -197,7 +197,7 @@ class Manifest:
     parts: list[Json]
     extra: Json
     own: list[Json]
-    """Of each rank."""
+    """Own state of each rank."""
 
     def packed(self) -> bytes:
         tensors = {}
@@ -237,7 +237,10 @@ def commit(
     parts: list[Json],
     extra: Json,
 ) -> Path:
-    """Have checkpoint `number` be one, of files that are on the disk: each with its entries and what its rank has."""
+    """Write the manifest of checkpoint `number`, and commit the folder.
+
+    `written` has the facts and entries of each rank's file, which is on the disk, and the rank's own state.
+    """
     part = folders.folder_of(path, number, ".part")
     tensors: dict[str, list[TensorEntry]] = {}
     for rank, (facts, entries, _) in enumerate(written):

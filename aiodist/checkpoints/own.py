@@ -30,7 +30,7 @@ def torch_state() -> dict[str, Any]:
 
 
 def set_torch_state(state: dict[str, Any]) -> None:
-    """Have torch's generators go on from `state`; those of devices that are not here are left out."""
+    """Set torch's generators to `state`, without those of missing devices."""
     torch.set_rng_state(state["torch"])
     if state.get("cuda") and torch.cuda.is_available():
         torch.cuda.init()
@@ -49,7 +49,7 @@ def generator_state(generator: Generator) -> Any:  # noqa: ANN401
 
 
 def generator_states(own: Sequence[object]) -> list[Any]:
-    """Return the state of each generator, None for what is none."""
+    """Return the state of each generator, and None for each other object."""
     return [generator_state(each) if isinstance(each, Generator) else None for each in own]
 
 
@@ -92,9 +92,9 @@ def own_loaders(own: Sequence[Any], rank: int) -> tuple[list[Json], dict[str, Te
 def own_states(
     net: object, own: Sequence[object], of_parts: Sequence[object], rank: int, tensors: dict[str, Tensor]
 ) -> dict[str, Json]:
-    """Return what changes with the steps: random states, residuals, buffers, and `of_parts`, what a rank has of parts.
+    """Return the state that steps change: random states, residuals, buffers and `of_parts`, the own state of parts.
 
-    Where these are computed, after the last step.
+    Called on the compute thread, after the last step.
     """
     name = f"rank{rank}"
     state = {"python": random.getstate(), **torch_state()}
@@ -128,10 +128,10 @@ def _buffers(net: object) -> dict[str, Tensor]:
 
 @dataclass
 class OwnState:
-    """What was read of it, for one rank: nothing of it is in use yet."""
+    """The own state of one rank, as read; no object uses it yet."""
 
     states: dict[str, Any]
-    """Those of this rank; where the ranks that saved are fewer, those of one of them."""
+    """States of this rank, or of one of the saving ranks if those were fewer."""
     loaders: list[list[Any]]
     """The states of loaders and the like, of each rank that wrote it."""
     rank: int
@@ -160,11 +160,11 @@ class OwnState:
         return None if saved == here else why
 
     def of_part(self, number: int) -> Any:  # noqa: ANN401
-        """Return what this rank had of that part, None where another number of ranks wrote the checkpoint."""
+        """Return this rank's state of a part, or None if another number of ranks wrote the checkpoint."""
         return self.states["parts"][number] if self.same_size else None
 
     def restore(self, net: object, own: Sequence[object]) -> None:
-        """Have everything but loaders go on from it; where it is computed."""
+        """Restore all but loaders (compute thread)."""
         if isinstance(net, Net) and net.compressor is not None and "compressor" in self.states:
             net.compressor.load_state_dict(self.states["compressor"])
         mine = _buffers(net)
@@ -192,7 +192,7 @@ class OwnState:
             np.random.seed(seed)
 
     def restore_loaders(self, own: Sequence[object]) -> None:
-        """The same for loaders, on the loop's thread."""
+        """Restore loaders (loop's thread)."""
         for number, each in enumerate(own):
             if isinstance(each, Redivided) and not (self.same_size and isinstance(each, Stateful)):
                 each.load_state_dicts([states[number] for states in self.loaders])

@@ -50,7 +50,7 @@ class InPieces(Protocol):
 
 @runtime_checkable
 class Redivided(Protocol):
-    """What each rank has a place of its own in, for any number of ranks, such as a `data.ShardQueue`."""
+    """An object with a position of each rank, for any number of ranks, such as a `data.ShardQueue`."""
 
     def state_dict(self) -> Any:  # noqa: ANN401
         """Return the state of this rank."""
@@ -61,9 +61,9 @@ class Redivided(Protocol):
 
 @runtime_checkable
 class OfRanks(Protocol):
-    """A part with a state of each rank's own beside what all ranks have alike, such as `nn.LocalSGD`.
+    """A part with a state that is equal on all ranks and a state of each rank's own, such as `nn.LocalSGD`.
 
-    Both are called where those of `InPieces` are.
+    Both methods are called on the same thread as those of `InPieces`.
     """
 
     def states(self) -> tuple[Any, Any]:
@@ -74,11 +74,11 @@ class OfRanks(Protocol):
 
 
 Block = tuple[tuple[int, int], ...]
-"""Of each dimension where a block begins and where it ends."""
+"""Start and end of a block in each dimension."""
 
 
 class Cut(NamedTuple):
-    """What this rank keeps of a tensor: the whole one's shape, and a block of it."""
+    """The block of a tensor that this rank keeps, with the shape of the whole tensor."""
 
     shape: tuple[int, ...]
     block: Block
@@ -161,7 +161,7 @@ class Cuts:
             )
 
     def changed(self, part: object, state: Any, change: Callable[[Cut, Tensor], object]) -> Any:  # noqa: ANN401
-        """Return the state of `part` with what `change` makes of each block, or of the whole that it is cut from."""
+        """Return the state of `part` after `change` of each block, or of each whole tensor with blocks."""
         for path, cut in self.paths(part, state).items():
             state = _changed(state, path, partial(change, cut))
         return state
@@ -173,7 +173,7 @@ def parameters_of(opt: Optimizer) -> list[nn.Parameter]:
 
 
 def _changed(state: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
-    """Return `state` with something else at the end of `path`, in copies of what leads there."""
+    """Return `state` after `change` of the value at `path`, in copies of the containers on the path."""
     if not path:
         return change(state)
     copied = copy(state)
@@ -187,15 +187,15 @@ _WHOLE_BYTES = 64 << 10
 
 @runtime_checkable
 class Net(Protocol):
-    """What has a compute thread, such as `nn.DataParallel`; a part is looked at there, between two steps."""
+    """An object with a compute thread, such as `nn.DataParallel`; parts are read on that thread, between two steps."""
 
     @property
     def coll(self) -> Communicator:
-        """Of the ranks that have the same parameters."""
+        """The communicator of the ranks with equal parameters."""
 
     @property
     def compressor(self) -> Stateful | None:
-        """What keeps residuals of this rank's own, if anything does."""
+        """The object with the residuals of this rank, or None."""
 
     def submit(self, fn: Any, /, *args: Any) -> Handle[Any]:  # noqa: ANN401
         """Return the handle of `fn(*args)`, which runs on the thread behind what was asked earlier."""
@@ -278,7 +278,7 @@ def check_shared(net: object, parts: Sequence[object]) -> None:
 
 
 def make_updates(parts: Sequence[object]) -> None:
-    """Have updates and averages made that are left."""
+    """Make pending updates and averages."""
     for part in parts:
         if isinstance(part, Delayed):
             part.make_updates()
@@ -320,7 +320,7 @@ def share(tensors: Sequence[tuple[int, int]], rank: int, size: int) -> list[Exte
 
 
 class Written(NamedTuple):
-    """What a rank writes of a tensor: its entry, and the elements, flat."""
+    """A rank's share of a tensor: the entry and the flat elements."""
 
     entry: TensorEntry
     elements: Tensor
@@ -328,7 +328,7 @@ class Written(NamedTuple):
 
 @dataclass
 class Taken:
-    """What one rank has of a checkpoint, in memory that may still change."""
+    """The state of one rank for a checkpoint, in memory that steps may still change."""
 
     alike: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that all ranks have the same."""
@@ -336,12 +336,12 @@ class Taken:
     """Pieces and tensors that no other rank has."""
     parts: list[Json] = field(default_factory=list)
     own: list[Any] = field(default_factory=list)
-    """Of each part what this rank alone has; None of most."""
+    """This rank's own state of each part, or None."""
 
     def take(self, parts: Sequence[Part], *, writes_blocks: bool) -> None:
-        """Look at the state of `parts`; of ranks that have the same blocks one `writes_blocks`.
+        """Read the state of `parts`. `writes_blocks` is True on one of the ranks with equal blocks.
 
-        Raises what these raise, `TypeError` for what cannot be written.
+        Raises the errors of the parts, and `TypeError` for a value that cannot be written.
         """
         make_updates(parts)
         cuts = Cuts.of(parts[0])

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every byte that is used was compared with its checksum, before anything of it is used."""
+"""Reader of a checkpoint, which compares every byte with its checksum before use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from aiodist.errors import AiodistError, CheckpointDamaged
 
 
 class PartsDiffer(ValueError):
-    """The checkpoint is sound, but of something else."""
+    """The checkpoint is sound, but has other parts."""
 
 
 class StoredTensor:
-    """A tensor of a checkpoint, read when it is asked for; while that is open, on the thread for files."""
+    """A tensor of an open checkpoint, read on demand on the thread for files."""
 
     def __init__(self, reader: Reader, name: str, dims: tuple[int, ...] | None = None) -> None:
         self._reader = reader
@@ -41,7 +41,7 @@ class StoredTensor:
         return self._reader.tensor(self._name).permute(self._dims)
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Return a range of its elements, made flat; only these are read where they lie in one range."""
+        """Return a range of the flat elements, and read no others if the range is contiguous in the file."""
         if list(self._dims) == sorted(self._dims):
             return self._reader.part(self._name, start, stop - start)
         return self.whole().reshape(-1)[start:stop].clone()
@@ -70,7 +70,7 @@ class Reader:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Close the files; what the manifest says and nobody here wrote is damage, whichever error it made of it."""
+        """Close the files; an error of a wrong manifest becomes `CheckpointDamaged`."""
         self._close()
         if isinstance(error, UNREADABLE) and not isinstance(error, AiodistError | PartsDiffer):
             raise CheckpointDamaged(f"{self.folder / MANIFEST}: {error}") from error
@@ -148,7 +148,7 @@ class Reader:
 
 
 def of_all(damages: Sequence[str], rank: int | None = None) -> CheckpointDamaged:
-    """Return one error of what was found in several checkpoints, the newest first."""
+    """Return one error for the damages of several checkpoints, the newest first."""
     damaged = CheckpointDamaged(damages[0], rank=rank)
     for other in damages[1:]:
         damaged.add_note(f"and an older one: {other}")

@@ -146,7 +146,7 @@ class _Save:
     def __init__(
         self, path: Path, parts: list[Any], metadata: object, own: Sequence[object], coll: Communicator, replica: int
     ) -> None:
-        """At the call: take what the loop's thread knows."""
+        """Take the state that belongs to the loop's thread, at the call."""
         self._path = path
         self._parts = parts
         self._own = own
@@ -157,18 +157,18 @@ class _Save:
         self._given = {name: t.clone() for name, t in found.items()}
         self._loaders, self._of_loaders = own_loaders(own, coll.rank)
         self._number = 0
-        """That of the checkpoint, on rank 0."""
+        """Number of the checkpoint on rank 0, else 0."""
         self._copying: Handle[None] | None = None
         self._failed: Exception | None = None
         self._buffer: Tensor | None = None
-        # What `_copy` finds:
+        # Results of `_copy`:
         self._layout: Layout
         self._structure: Json
         self._said: list[Json]
         self._said_own: Json
 
     def begin(self, writer: Writer) -> None:
-        """Have the copy taken: behind the steps that were asked for, or now where nothing computes beside."""
+        """Copy after the steps requested before, or immediately without a compute thread."""
         net, buffers = self._parts[0], writer.buffers
         if isinstance(net, Net):
             self._copying = net.submit(self._copy, buffers.borrow, buffers.release)
@@ -198,7 +198,7 @@ class _Save:
         self._buffer = buffer
 
     async def finish(self, writer: Writer, keep: int | None) -> Path:
-        """Write it; every rank does so at the same time."""
+        """Write the checkpoint, at the same time on all ranks."""
         coll, what = writer.coll, f"the checkpoint in {self._path}"
         try:
             numbers = await together(coll, what, self._begin_files(writer))
@@ -212,7 +212,7 @@ class _Save:
             raise
         except BaseException:
             if self._number:
-                with suppress(RuntimeError):  # the thread for files was given up: the next save removes it
+                with suppress(RuntimeError):  # the thread for files was aborted: the next save removes the folder
                     writer.stream.submit(folders.discard, self._path, self._number).detach()
             raise
         finally:
@@ -255,16 +255,16 @@ _log = logging.getLogger("aiodist")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` found, beside the state that it gave back."""
+    """A loaded checkpoint."""
 
     path: Path
-    """Its folder."""
+    """The folder."""
     number: int | None
-    """Its place among those of its training; None where its folder was renamed."""
+    """Number of the checkpoint, or None if its folder was renamed."""
     ranks: int
-    """How many ranks saved it."""
+    """Number of ranks that saved the checkpoint."""
     metadata: Any
-    """The `metadata` that `save` was given."""
+    """The `metadata` argument of `save`."""
     extra = Elsewhere("extra", "metadata")
 
 
@@ -327,20 +327,20 @@ def load(
 
 @dataclass
 class _Load:
-    """One call of `load`, on one rank; the thread for files reads, and nothing of that is in use before `_restore`."""
+    """One call of `load`, on one rank. The thread for files reads; no object uses the result before `_restore`."""
 
     path: Path
     parts: Sequence[Part]
     own: Sequence[object]
     writer: Writer
     states: list[Any] = field(default_factory=list)
-    """Of each part, as it takes it."""
+    """State of each part, for its `load_state_dict`."""
     metadata: Any = None
     of_rank: OwnState = field(init=False)
     ranks: int = 0
 
     async def run(self) -> Checkpoint:
-        """Read, and then give everything its state; each on all ranks, or all raise."""
+        """Read, then restore; each succeeds on all ranks, or all ranks raise."""
         coll, what = self.writer.coll, f"loading {self.path}"
         await together(coll, what, self._compute(partial(make_updates, self.parts)))
         folder = await self._newest(what)
@@ -367,9 +367,9 @@ class _Load:
             return str(error)
 
     async def _newest(self, what: str) -> Path:
-        """Return the newest checkpoint that all ranks find sound, which they have read then.
+        """Read the newest checkpoint that is sound on all ranks, and return its folder.
 
-        The others are told in the log; where none is sound, all ranks raise what they found in the newest.
+        The log warns of newer ones. If none is sound, all ranks raise the damage of the newest.
         """
         coll = self.writer.coll
         candidates = (await together(coll, what, self._candidates()))[0]
@@ -387,7 +387,7 @@ class _Load:
         raise of_all(damages, rank=coll.rank)
 
     async def _damage(self, folder: Path) -> str | None:
-        """Read; return what is wrong with the checkpoint, None where it is sound."""
+        """Read the checkpoint; return its damage, or None if it is sound."""
         try:
             await self.writer.stream.submit(self._read, folder)
         except CheckpointDamaged as error:
@@ -426,7 +426,7 @@ class _Load:
                 raise PartsDiffer(f"{folder}: {name_of(number)}: {error}") from error
 
     def _restore(self) -> None:
-        """Have all but loaders go on from it; where they are computed."""
+        """Restore all but loaders (compute thread)."""
         for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
             if isinstance(part, OfRanks):
                 part.load_states(state, self.of_rank.of_part(number))
@@ -444,7 +444,7 @@ def _check(folder: Path, difference: str | None) -> None:
 
 
 def load_exactly(part: Stateful | InPieces, state: Any) -> None:  # noqa: ANN401
-    """Have `part` go on from `state`, an optimizer in the dtypes of that: torch makes them those of the parameters."""
+    """Load `state` into `part`. An optimizer keeps the dtypes of `state`, unlike in torch."""
     part.load_state_dict(state)
     if not isinstance(part, Optimizer) or "state" not in state:  # what has a form of its own sees to it
         return

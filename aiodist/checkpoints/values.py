@@ -30,13 +30,13 @@ class Piece:
     dims: tuple[int, ...] | None = None
     """The state has the tensor with its dimensions permuted so; None is as they are."""
     number: bool = False
-    """The state has a plain number, of which this is the only element."""
+    """True if the state has a plain number, and `tensor` its only element."""
 
 
 def encode(value: object, path: str, tensors: dict[str, Any], depth: int = 0) -> Json:
-    """Return `value` as JSON; its tensors and pieces go into `tensors` under their paths below `path`, their names.
+    """Return `value` as JSON, and put its tensors and pieces into `tensors` by their paths below `path`.
 
-    Raises `TypeError` naming the path of what can be said neither in JSON nor as a dense tensor.
+    Raises `TypeError`, with the path, for a value that is neither JSON nor a dense tensor.
     """
     if value is None or type(value) in (bool, str):
         return _checked_text(value, path) if isinstance(value, str) else value

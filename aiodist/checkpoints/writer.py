@@ -38,13 +38,13 @@ _LOOK_SECONDS = 0.5
 
 
 class Writer:
-    """The checkpoints of one communicator, on this rank; made at the first, it ends with its communicator.
+    """The saves and loads of one communicator on this rank, from the first one to the end of the communicator.
 
-    It owns a duplicate of the communicator, a thread for files, and the memory into which shares are copied.
+    It owns a duplicate of the communicator, a thread for files, and the memory for copies of shares.
     """
 
     def __init__(self, coll: Communicator, op: str) -> None:
-        """`op` is the call of the user's that makes it."""
+        """`op` is the name of the user's call."""
         self.parent = coll
         self.progress = Progress.current()
         self.buffers = BufferPool(self.progress)
@@ -60,7 +60,7 @@ class Writer:
 
     @classmethod
     def of(cls, coll: Communicator, op: str) -> Writer:
-        """Return that of `coll`, made at the first use, by `op`: collective then. Raises as a call of `coll`."""
+        """Return the writer of `coll`. The first use, by `op`, is collective. Raises as a call of `coll`."""
         parts_of(coll).dispatcher.check_on_loop(f"{op}()")
         known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
         if coll not in known:
@@ -68,7 +68,7 @@ class Writer:
         return known[coll]
 
     def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
-        """Return the handle of `job`, which begins when all that was asked before is over."""
+        """Return the handle of `job`, which begins after all jobs requested before."""
         account = parts_of(self.parent).dispatcher.account
         origin = Origin.here(3)
         operation: Operation[T] = Operation(self.progress, op, self._seq, origin=origin, account=account, polled=False)
@@ -82,12 +82,12 @@ class Writer:
     async def _do(self, job: Callable[[], Awaitable[T]], operation: Operation[T]) -> None:
         handle = operation.handle
         try:
-            async with self._turn:  # they come in the order in which they were asked for
+            async with self._turn:  # in the order of the calls
                 await self._made
                 parts_of(self.coll).dispatcher.oplog.name_caller(internals.issued_at(handle), handle.op)
                 result = await job()
         except asyncio.CancelledError:
-            why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
+            why = f"communicator {self.parent.name!r} was aborted while a checkpoint was in flight"
             refusal = parts_of(self.parent).dispatcher.lifetime.refusal
             if isinstance(refusal, DeadlockError):
                 operation.reject(again(refusal))
@@ -99,7 +99,7 @@ class Writer:
             operation.resolve(result)
 
     async def _open(self, name: str) -> None:
-        """Make the duplicate; from then on its communicator does not close before this is closed."""
+        """Make the duplicate, whose close waits for this writer from then on."""
         everybody = tuple(range(self.parent.size))
         self.coll = await parts_of(self.parent).registry.join(self.parent, name, everybody, shared=False)
         self.stream = await HostStream(f"files {self.coll.name}").__aenter__()
@@ -112,7 +112,7 @@ class Writer:
         await self.stream.aclose()
 
     def abort(self) -> None:
-        """Give up what is under way: nothing of it becomes a checkpoint."""
+        """Abort the jobs in flight; no checkpoint results from them."""
         self._forgotten()
         self.buffers.given_up = True
         for task in self._tasks:
@@ -127,25 +127,25 @@ class Writer:
 
 
 class BufferPool:
-    """The memory that shares are copied into: one buffer, which a save borrows until it is written."""
+    """Memory for copies of shares: one buffer, which a save borrows until its file is written."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._free: JobQueue[Tensor] = JobQueue()
         self._free.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
         self.given_up = False
-        """Nothing is written any more: a thread that waits for memory need not."""
+        """True after an abort, which ends waits for memory."""
 
     def borrow(self, nbytes: int) -> Tensor:
-        """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
+        """Return `nbytes` of memory after the save before is written (any thread but the loop's)."""
         while True:
             with suppress(Empty):
                 return self._sized(self._free.get(_LOOK_SECONDS), nbytes)
             if self._progress.loop.is_closed() or self.given_up:
-                raise RuntimeError("the checkpoint before was given up")
+                raise RuntimeError("the save before was aborted")
 
     def borrow_nowait(self, nbytes: int) -> Tensor:
-        """Return `nbytes` of memory, new where the save before is not written."""
+        """Return `nbytes` of memory, which is new until the save before is written."""
         try:
             return self._sized(self._free.get_nowait(), nbytes)
         except Empty:
@@ -162,7 +162,7 @@ class BufferPool:
 
 
 def pages(nbytes: int) -> Tensor:
-    """Return flat bytes of memory that begins at a page."""
+    """Return flat memory that begins at a page."""
     memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % mmap.PAGESIZE
     return memory[begin : begin + nbytes]

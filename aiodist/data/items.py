@@ -50,10 +50,10 @@ class Item:
     settle: Callable[[Item, Made], None]
     permit: Permit = field(init=False)
     settled: bool = False
-    """The pass knows what became of it."""
+    """The pass has the outcome."""
 
     def release(self) -> None:
-        """On the loop: it was taken, or never will be. Gives its bytes back, and lets go of what knows of it."""
+        """Return the bytes of an item that was taken or dropped, and release its references (loop)."""
         self.settled = True
         self.permit.release()
         del self.permit  # which knows of the item: its tensors would live until the garbage collector comes
@@ -96,15 +96,14 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 class ToDevice:
-    """Takes what is ready on the host, and resolves its handle when it is on the device.
+    """Copies ready items to the device, and resolves their handles.
 
-    Who is ready with an item, a reader's thread, a worker's or the loop's, only makes room on the device, and leaves
-    the rest to the progress thread, which begins the copy and sees its end. It does not take the transport lock for
-    that: behind a large transfer it might wait for long, and read nothing meanwhile. Nor does it ask the loop, where
-    the code of a step may run just then.
+    The thread that has prepared an item (a reader's, a worker's or the loop's) only allocates memory on the device. The
+    progress thread begins the copy and polls its end. So no reader waits for the transport lock, which a large transfer
+    may hold for long, nor for the loop, which may run a step.
 
-    Room is made on the copy stream. Its memory is used on the consumer's: so that it is not used anew too soon, the
-    allocator is told of that stream as soon as it is known.
+    The memory is allocated on the copy stream and used on the consumer's. `record_stream` with the consumer's stream
+    prevents an early reuse.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +116,7 @@ class ToDevice:
         self._over: Operation[None] = Operation(self._progress, "copies to the device", polled=False)
 
     def put(self, item: Item, made: Made) -> None:
-        """Have `item` copied, and its handle resolved then; from any thread."""
+        """Copy `item`, then resolve its handle (any thread)."""
         if made.error is not None:
             item.operation.resolve(made)
             return
@@ -168,7 +167,7 @@ class ToDevice:
         return x if isinstance(x, Tensor) and not x.is_cpu else x.to(self._device, non_blocking=True)
 
     def over(self) -> None:
-        """One item less is under way; from any thread."""
+        """Count one item less in flight (any thread)."""
         with self._lock:
             self._under_way -= 1
             ended = self._under_way == 0
@@ -177,7 +176,7 @@ class ToDevice:
 
     @located
     async def aclose(self) -> None:
-        """Wait for the copies that are under way; nothing is put any more."""
+        """Wait for the copies in flight, after the last `put`."""
         self.over()
         await self._over.handle
 
@@ -191,10 +190,10 @@ class _Room:
         self.copies: Copies = []
         self._device = device
         self._changed: dict[int, tuple[object, object]] = {}
-        """What was changed, which must live as long as its id counts, and what it was changed to."""
+        """Each tensor with its replacement, by id; the tensor must live as long as its id is used."""
 
     def parts(self) -> tuple[Copies, Copies]:
-        """Return what is copied from where it lies, and what passes through pinned memory; all in one dimension."""
+        """Return the flat tensors to copy directly, and those to copy through pinned memory."""
         parts: tuple[Copies, Copies] = [], []
         for into, t in self.copies:
             if t.numel():
@@ -226,5 +225,5 @@ class _Room:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return the elements as they lie in memory, which is dense."""
+    """Return the elements of a dense tensor in the order of memory."""
     return t.as_strided((t.numel(),), (1,))

@@ -45,7 +45,7 @@ def rebuilt(value: Any, change: Change) -> Any:  # noqa: ANN401
 
 
 def _moves_itself(value: object) -> bool:
-    """Return True for what has `pin_memory()` and `to()` of its own: a `PackedSequence`, a batch of graphs."""
+    """Return True for an object with its own `pin_memory()` and `to()`, such as a `PackedSequence`."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "pin_memory", None)) and callable(getattr(value, "to", None))

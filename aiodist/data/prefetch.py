@@ -28,12 +28,12 @@ U = TypeVar("U")
 
 Kind = Literal["thread", "process"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-_PRIORITY = 0  # reductions have 10: somebody waits for them
+_PRIORITY = 0  # reductions have 10, since steps wait for them
 
 
 @dataclass(frozen=True)
 class PrefetchedStatistics:
-    """What one pass did so far, counted for the items that its consumer took."""
+    """Counts of one pass, over the items that its consumer took."""
 
     items: int
     """How many these are."""

@@ -1,10 +1,10 @@
 """The state machine of a shard queue: which rank gets which records of an epoch; no messages, no files, no I/O.
 
-What ranks do goes in as a call, and what is to be told to them comes out as instructions, which `queue_messages`
-performs one by one. Records are known by their positions in the order of the epoch (`order`).
+Each event is a call, which returns instructions; `queue_messages` performs these in order. A record is identified by
+its position in the order of the epoch.
 
     in the pool - handed to a rank - used
-         ^------ given back, or its rank was lost
+         ^------ returned, or its rank was lost
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _PLENTY = 64
-"""Shards of few records are handed out several at a time, up to so many records."""
+"""Maximum records of a hand-out that joins several small shards."""
 _MOST = 1024
-"""So are larger ones while many records are left: so the disk can be told what is read next."""
+"""Maximum records of such a hand-out while many are left, so that the kernel can read ahead."""
 
 
 class Range(NamedTuple):
@@ -29,16 +29,16 @@ class Range(NamedTuple):
 
 
 class Take(NamedTuple):
-    """A rank asks for records, by its ask `number`."""
+    """A request of a rank for records, by `number`."""
 
     rank: int
     number: int
     waits: bool
-    """It waits where other ranks hold all that is not used: they may give some back."""
+    """True to wait if other ranks hold all unused records, since they may return some."""
 
 
 class Hand(NamedTuple):
-    """Tell a rank that its ask `number` brings these ranges; none where there is nothing to hand out."""
+    """Answer request `number` of a rank with these ranges, which are empty if no records are left."""
 
     rank: int
     number: int
@@ -46,12 +46,12 @@ class Hand(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Tell a rank that its ask `number` waits for these ranks."""
+    """Report to a rank that its request `number` waits for these ranks."""
 
     rank: int
     number: int
     holders: dict[int, int]
-    """How many records each of them holds."""
+    """Number of records that each of these ranks holds."""
 
 
 Instruction = Hand | Hold
@@ -59,19 +59,19 @@ Instruction = Hand | Hold
 
 @dataclass
 class Share:
-    """What one rank was handed in an epoch, in order, and what of it the rank has used."""
+    """The records that one rank was handed in an epoch, in order, and the used ones."""
 
     held: deque[Range] = field(default_factory=deque)
     used: list[Range] = field(default_factory=list)
     total: int = 0
-    """How many records were used."""
+    """Number of used records."""
 
     @property
     def holds(self) -> int:
         return sum(stop - start for start, stop in self.held)
 
     def use(self, total: int) -> None:
-        """Note that so many records are used; raise `ValueError` where that cannot be."""
+        """Count `total` records as used; raise `ValueError` for an impossible number."""
         more = total - self.total
         if not 0 <= more <= self.holds:
             raise ValueError(f"{total} records used: expected from {self.total} to {self.total + self.holds}")
@@ -92,16 +92,17 @@ class Share:
 class QueueMachine:
     """Hands out the records of one epoch, each to one rank.
 
-    A hand-out is at most a 2p-th part of what is left for p ranks, but at least `least`. It ends with a shard once it
-    has 64 records, or a 16p-th part of what is left, up to 1024 records. So a fast rank takes more of them than a slow
-    one, and the last ones are small: ranks end at about the same time. What was given back goes out first.
+    For p ranks, a hand-out is at most a 2p-th part of the remaining records, but at least `least`. It ends with a shard
+    once it has 64 records, or a 16p-th part of the remaining ones, up to 1024 records. So a fast rank takes more
+    hand-outs than a slow one, and the last hand-outs are small: ranks end at about the same time. Returned records are
+    handed out first.
 
     Source: guided self-scheduling, Polychronopoulos and Kuck 1987, doi:10.1109/TC.1987.5009495; the queue of tasks is
     that of ElasticDL's master (its docs/designs/dynamic_data_sharding.md).
     """
 
     def __init__(self, ends: Sequence[int], ranks: int, least: int = 1, used: Iterable[Range] = ()) -> None:
-        """`ends` are the positions behind each shard, `used` what was used of this epoch before."""
+        """`ends` are the end positions of the shards, `used` the records of this epoch that were used before."""
         self._ends = ends
         self._ranks = ranks
         self._least = least
@@ -111,7 +112,7 @@ class QueueMachine:
         rest = [Range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
         self._pool = deque(rest)
         self.left = sum(stop - start for start, stop in self._pool)
-        """How many records are in the pool."""
+        """Number of records in the pool."""
         self._shares: dict[int, Share] = {}
         self._waiting: deque[Take] = deque()
 
@@ -119,15 +120,15 @@ class QueueMachine:
         return [self._answer(Take(rank, number, waits))]
 
     def use(self, rank: int, total: int) -> list[Instruction]:
-        """A rank has used `total` records, the first of those that it was handed in this epoch and kept.
+        """Handle the report of a rank that has used the first `total` of its records.
 
-        Raises `ValueError`, changing nothing, for a total that cannot be.
+        Raises `ValueError`, with nothing changed, for an impossible number.
         """
         self._share(rank).use(total)
         return self._answer_waiting()
 
     def hand_back(self, rank: int, total: int | None) -> list[Instruction]:
-        """A rank gives back what it holds, of which it has used `total` in all; None: it was lost. Raises as `use`."""
+        """Handle the return of a rank's records after `total` used ones, or its loss (None). Raises as `use`."""
         share = self._share(rank)
         if total is not None:
             share.use(total)
@@ -158,7 +159,7 @@ class QueueMachine:
         return Hand(take.rank, take.number, tuple(ranges))
 
     def _answer_waiting(self) -> list[Instruction]:
-        """Answer those that wait, as far as that can be done now."""
+        """Answer the waiting ranks that can get records now."""
         waiting, self._waiting = self._waiting, deque()
         return [answer for answer in map(self._answer, waiting) if isinstance(answer, Hand)]
 
@@ -188,7 +189,7 @@ def merged(*several: Iterable[Range]) -> list[Range]:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return the same records in the same order, with ranges that follow one another made one."""
+    """Return the same records in the same order, with adjacent ranges joined."""
     joined: list[Range] = []
     for start, stop in ranges:
         if joined and joined[-1].stop == start:

@@ -22,16 +22,16 @@ _log = logging.getLogger("aiodist")
 
 _AGAIN_SECONDS = 60.0  # between two reports of the same wait
 _TELL_SECONDS = 0.02
-"""Between two words of what was used: a message costs 0.1 ms, and loops that only read make many batches."""
+"""Time between two reports of used records; a message costs 0.1 ms, and loops that only read make many batches."""
 
 
 @dataclass(frozen=True)
 class Wires:
-    """What carries the messages of one queue."""
+    """The message channel of one queue."""
 
     channel: Channel
     ranks: Sequence[int]
-    """The world ranks of the queue's, in order."""
+    """World ranks of the queue, in order."""
     name: str
 
     @property
@@ -50,13 +50,13 @@ class Wires:
 
 
 class Lap(NamedTuple):
-    """Which epoch ranks are in. All ranks begin the same laps in the same order, each at its own time."""
+    """The epoch of a rank. All ranks begin the same laps in the same order, each at its own time."""
 
     number: int
-    """How many epochs and loaded states were begun before."""
+    """Number of epochs and loaded states begun before."""
     epoch: int
     loaded: int
-    """The CRC-32 of the state that was loaded; 0: none."""
+    """CRC-32 of the loaded state, or 0."""
 
     def __str__(self) -> str:
         state = f", with the loaded state {self.loaded:08x}" if self.loaded else ""
@@ -64,10 +64,10 @@ class Lap(NamedTuple):
 
 
 class QueueServer:
-    """Messages go into the machine of their lap, and what it says goes back.
+    """Gives each message to the machine of its lap, and sends the answers.
 
-    It lives on the first rank, and works on the listener thread of the control channel: so nobody waits for what that
-    rank's program does, on its loop or elsewhere. A lap begins when the first rank that is in it asks for records.
+    The server is on the first rank, on the listener thread of the control channel, so it answers while the program of
+    that rank computes. The first request of any rank begins a lap.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class QueueServer:
         machine: Callable[[int, Iterable[Range]], QueueMachine],
         over: Callable[[], None],
     ) -> None:
-        """`machine(epoch, used)` makes one; `over` is called once when all ranks have left, on any thread."""
+        """`machine(epoch, used)` makes a machine. `over` is called once after all ranks have left, on any thread."""
         self._wires = wires
         self._terms = terms
         self._make = machine
@@ -85,7 +85,7 @@ class QueueServer:
         self._lock = Lock()
         self._laps: dict[int, tuple[Lap, QueueMachine]] = {}
         self._reached = dict.fromkeys(range(len(wires.ranks)), 0)
-        """The number of the last lap of each rank that is there."""
+        """Number of the last lap of each present rank."""
         wires.channel.subscribe(wires.asks, self._heard)
 
     @property
@@ -93,13 +93,13 @@ class QueueServer:
         return list(self._reached)
 
     def used(self, lap: Lap) -> list[Range]:
-        """Return what was used in `lap`, as far as ranks have said."""
+        """Return the records that ranks have reported as used in `lap`."""
         with self._lock:
             known, machine = self._laps.get(lap.number, (None, None))
             return machine.used if machine is not None and known == lap else []
 
     def lose(self, rank: int) -> None:
-        """`rank` is gone: others get what it held; on the loop."""
+        """Hand the records of a lost rank to others (loop)."""
         with self._lock:
             for _, machine in self._laps.values():
                 self._perform(machine.hand_back(rank, None))
@@ -114,7 +114,7 @@ class QueueServer:
         what, *said = message
         with self._lock:
             if rank not in self._reached:
-                return  # it was lost: what was on its way counts no more
+                return  # a lost rank, whose late messages do not count
             if what == "bye":
                 self._leave(rank)
                 return
@@ -165,9 +165,9 @@ class QueueClient:
     """On the loop's thread; answers come on the listener thread and are handed over to the loop. One ask at a time."""
 
     def __init__(self, wires: Wires, terms: str, comm: str, *, timeout: float | None, report: float | None) -> None:
-        """`terms` must be the same on all ranks. An answer that has not come is an error after `timeout` seconds.
+        """`terms` must be equal on all ranks.
 
-        After `report` seconds `logging` is told of it. None is never, for both.
+        A missing answer is logged after `report` seconds, and an error after `timeout` seconds, each unless None.
         """
         self._wires = wires
         self._terms = terms
@@ -177,7 +177,7 @@ class QueueClient:
         self._progress = Progress.current()
         self._share = Share()
         self.lap = Lap(0, 0, 0)
-        """Where this rank is."""
+        """The lap of this rank."""
         self._before: Sequence[Range] = ()
         self._asks = 0
         self._asked: Operation[Ranges] | None = None
@@ -196,7 +196,7 @@ class QueueClient:
         return self._share.used
 
     def begin(self, lap: Lap, before: Sequence[Range]) -> None:
-        """Give back what is held, and go on to another lap, of which `before` was used before."""
+        """Return unused records, and begin a lap whose records `before` are used already."""
         self.hand_back()
         self.lap, self._before, self._share, self._told = lap, before, Share(), 0
 
@@ -242,7 +242,7 @@ class QueueClient:
             self._wires.ask("used", self.lap, self._told)
 
     def hand_back(self) -> None:
-        """Give back what is handed to this rank, or on its way, and not used."""
+        """Return this rank's unused records, those of hand-outs in flight too."""
         if self._refusal is not None:
             return
         if not self._share.held and self._asked is None:
@@ -255,7 +255,7 @@ class QueueClient:
             asked.resolve([])
 
     def close(self, error: AiodistError, *, orderly: bool) -> None:
-        """Refuse every later call with `error`; unless it is `orderly`, so end those that wait."""
+        """Refuse later calls, and end a pending request, with `error`. `orderly` returns unused records first."""
         if self._refusal is not None:
             return
         if orderly:
@@ -268,7 +268,7 @@ class QueueClient:
             asked.mark_retrieved()  # only code that waits needs the error
 
     def _answered(self) -> Operation[Ranges] | None:
-        """Return the ask that waits for an answer, which it gets now."""
+        """Return the pending request, and forget it."""
         if self._reporter is not None:
             self._reporter.cancel()
         asked, self._asked = self._asked, None
@@ -280,7 +280,7 @@ class QueueClient:
 
     def _hear(self, what: str, number: int, said: Any) -> None:  # noqa: ANN401
         if self._asked is None or number != self._asked.handle.seq:
-            return  # this rank gave back what was on its way
+            return  # this rank has returned these records
         if what == "hold":
             self._waits_for = {self._wires.ranks[rank]: f"holds {count} records" for rank, count in said}
             return

@@ -140,7 +140,7 @@ class TaskReader:
                         iterator = aiter(self._source) if iterator is None else iterator
                         made = Made(await anext(iterator))
                 except BaseException as error:
-                    if self._stopped:  # it comes from being stopped, and nobody takes items any more
+                    if self._stopped:  # the error of a stop, after which no items are taken
                         raise
                     made = Made(error=error)
                 made.reading = perf_counter() - began

@@ -43,7 +43,7 @@ _NUMBERS: dict[Compressor, int] = {"none": 0, "snappy": 1, "gzip": 2}
 
 
 class Chunk(NamedTuple):
-    """Where a chunk lies, and what its header says."""
+    """Place and header of a chunk."""
 
     number: int
     offset: int  # bytes before its header
@@ -126,9 +126,9 @@ class RecordFile(AbstractContextManager["RecordFile"]):
     chunk; `chunks` is that index. A file of no bytes has no records. Any thread or forked process may read; pickling
     opens the file again.
 
-    Raises `ValueError`, which names the file, the chunk and the byte where its header begins, for what is no chunk: a
-    foreign or truncated file when it is opened, and a damaged chunk, of which the checksum, the lengths or the number
-    of records do not fit, when it is read. Reading all records finds any byte that was changed.
+    Raises `ValueError`, with the file, the chunk and the first byte of its header: at opening for a foreign or
+    truncated file, and at reading for a damaged chunk (checksum, lengths or number of records). Reading all records
+    finds any changed byte.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -226,7 +226,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         return self.chunks[-1].first + self.chunks[-1].records if self.chunks else 0
 
     def __getitem__(self, index: int) -> bytes:
-        """Return a record; raises `IndexError` outside the file. Its chunk is kept for the next call."""
+        """Return a record, and keep its chunk for the next call. Raises `IndexError` outside the file."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[bytes]:
@@ -370,12 +370,10 @@ def records(
     one.
 
     Raises `ValueError` for a wrong argument, what opening a `RecordFile` raises, and while it is iterated over the
-    `ValueError` of a damaged chunk. Cost: about 0.3 us a record beside reading, checking and decompressing.
+    `ValueError` of a damaged chunk. Cost: about 0.3 us a record in addition to reading, checking and decompressing.
     """
     if wait and not dynamic:
-        raise ValueError(
-            "wait=True: expected dynamic=True beside it, since ranks with fixed parts have nothing to wait for"
-        )
+        raise ValueError("wait=True: expected dynamic=True too, since ranks with fixed parts wait for no records")
     check_order(batch_size, shuffle, seed)
     files = [RecordFile(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if dynamic:
@@ -425,7 +423,7 @@ class RecordShards:
     """The chunks of RecordIO files; those that were read last are kept, since a rank may be handed more of them."""
 
     threads = 2
-    """So many may read, each other chunks: the checksums keep both busy."""
+    """Number of threads that read, each other chunks; checksums keep both busy."""
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self.chunks = chunks = [(file, chunk.number) for file in files for chunk in file.chunks]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class _Agreed(NamedTuple):
-    """What all ranks together have used of an epoch, once more than `step` steps are made."""
+    """Records of an epoch that all ranks together have used after more than `step` steps."""
 
     step: int
     epoch: int
@@ -116,12 +116,12 @@ class ShardQueue(Generic[T]):
             "seed": self._seed,
         }
         self._before: list[Range] = []
-        """What was used of this epoch before its state was loaded."""
+        """Records of this epoch that were used before the state was loaded."""
         self._pass: QueuePass[T] | None = None
         self._agreed: list[_Agreed] = []
-        """What all ranks together had used, in order; as far as `rebind` may go back."""
+        """Records that all ranks together had used, in order, as far back as `rebind` may need."""
         self._bound_to: Communicator | None = None
-        """Where the last `rebind` was."""
+        """Communicator of the last `rebind`."""
         self._attach(coll)
 
     def _attach(self, coll: Communicator) -> None:
@@ -132,12 +132,12 @@ class ShardQueue(Generic[T]):
         self._failure: AiodistError | None = None
         wires = Wires(parts.registry.channel, parts.dispatcher.ranks, parts.registry.next_name(coll, "shards"))
         self.name = wires.name
-        """What error messages call it, the same on all ranks."""
+        """Name in errors, equal on all ranks."""
         terms = ", ".join(f"{what}={value!r}" for what, value in self._settings.items())
         report = Watch.of(Progress.current(), wires.channel).report.after
         self._client = QueueClient(wires, terms, coll.name, timeout=coll.timeout, report=report)
         self._over = asyncio.Event()
-        """On the first rank: all have closed it, or nobody waits for them any more."""
+        """Set on the first rank when all ranks have closed the queue, or the queue ends without them."""
         self._server: QueueServer | None = None
         if coll.rank == 0:
             over = partial(Progress.current().post, self._over.set)
@@ -294,7 +294,7 @@ class ShardQueue(Generic[T]):
             opened.leave()
 
     def counted_pass(self) -> QueuePass[T]:
-        """Begin a pass whose consumer says itself what it has taken; for `prefetch`."""
+        """Begin a pass whose consumer reports taken items itself (`prefetch`)."""
         self._check_loop()
         if self._pass is not None and self._pass.over:
             raise RuntimeError(f"{self}: the pass over epoch {self.epoch} has ended: call set_epoch() before another")
@@ -312,7 +312,7 @@ class ShardQueue(Generic[T]):
             self._pass = None
 
     def _machine(self, epoch: int, used: Iterable[Range]) -> QueueMachine:
-        """Return the machine of an epoch; on the first rank, any thread."""
+        """Return the machine of an epoch (first rank, any thread)."""
         ends = EpochOrder(self._sizes, self._shuffle, self._seed, epoch).ends
         return QueueMachine(ends, self._coll.size, self._batch_size or 1, used)
 
@@ -341,10 +341,10 @@ class ShardQueue(Generic[T]):
 
     def abort(self) -> None:
         """End without waiting for anything; see `Guest`."""
-        self._end(CommunicatorAborted(f"{self.name} was given up: its communicator ended", comm=self._coll.name))
+        self._end(CommunicatorAborted(f"{self.name} was aborted: its communicator ended", comm=self._coll.name))
 
     def _end(self, error: AiodistError) -> None:
-        """End at once; who waits in `aclose` raises `error`."""
+        """End immediately; a wait in `aclose` raises `error`."""
         self._closed = True
         self._failure = error
         self._client.close(error, orderly=False)
@@ -367,7 +367,7 @@ class ShardQueue(Generic[T]):
             self._server.lose(rank)
 
     def _aborted(self, error: AiodistError) -> None:
-        if not isinstance(error, PeerError):  # after which the queue goes on among those that are left
+        if not isinstance(error, PeerError):  # after which the queue continues with the remaining ranks
             self._end(error)
 
     def __repr__(self) -> str:
@@ -378,10 +378,10 @@ class ShardQueue(Generic[T]):
 
 @dataclass(eq=False)
 class QueuePass(Generic[T]):
-    """Reads ahead of its consumer, who says of each item when it is taken: only then its records are used.
+    """Reads ahead of its consumer, which reports each taken item. Records count as used then.
 
-    open - ended: nothing is to be had any more - over: the consumer has taken all
-         - left by the consumer: what was not taken is given back
+    open - ended: no more items - over: the consumer has taken all
+         - left by the consumer: items that were not taken are returned
     """
 
     _client: QueueClient
@@ -390,28 +390,28 @@ class QueuePass(Generic[T]):
     _batch_size: int | None
     _wait: bool
     _prepared: deque[int] = field(default_factory=deque)
-    """The numbers of records in each item that was given out and not taken."""
+    """Number of records in each item that was yielded and not taken."""
     _ended: bool = False
     _left: bool = False
 
     @property
     def over(self) -> bool:
-        """Whether its consumer has taken all there was."""
+        """True if the consumer has taken all items."""
         return self._ended and not self._prepared and not self._left
 
     def taken(self) -> None:
-        """Note that the consumer has the next item; raises `RuntimeError` when that was given back."""
+        """Count the next item as taken; raises `RuntimeError` if its records were returned."""
         self._check_not_left()
         self._client.use(self._prepared.popleft())
 
     def leave(self) -> None:
-        """Give back what the consumer has not taken; again: nothing happens."""
+        """Return records that the consumer has not taken. A second call does nothing."""
         if not self._left and not self.over:
             self._left = True
             self._client.hand_back()
 
     async def __aiter__(self) -> AsyncGenerator[Any, None]:
-        """Yield the items: full batches, and a short one where nothing follows for now."""
+        """Yield full batches, and a short one if no more records are available now."""
         size = self._batch_size or 1
         ready: list[T] = []
         async with AsyncExitStack() as stack:
@@ -434,7 +434,7 @@ class QueuePass(Generic[T]):
         return batch if self._batch_size is not None else batch[0]
 
     async def _read(self, readers: Sequence[HostStream]) -> AsyncGenerator[list[T], None]:
-        """Yield the records of each part of a shard while each thread reads another; none where nothing follows."""
+        """Yield the records of each part of a shard while other parts are read, or [] before a wait for records."""
         ahead: deque[Handle[list[T]]] = deque()
         asked = self._client.take()
         while True:

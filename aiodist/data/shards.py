@@ -1,8 +1,8 @@
 """Shards of the data, the order of one epoch, and each rank's static part.
 
-Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are what one process
-would have as its k-th batch, `size` times as large, and an iterable need not know its length. Every item belongs to
-exactly one rank; one rank has at most one item more than another.
+Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are the k-th batch
+of one process, `size` times as large, and an iterable needs no length. Every item belongs to exactly one rank; one rank
+has at most one item more than another.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class EpochOrder:
         if shuffle:
             self._shards = np.random.default_rng(self._seeds).permutation(len(sizes)).tolist()
         self.ends = list(accumulate(sizes[shard] for shard in self._shards))
-        """Positions behind the last record of each shard, in the order of the epoch."""
+        """End position of each shard, in the order of the epoch."""
 
     def parts(self, start: int, stop: int) -> Iterator[Part]:
-        """Yield what lies at the positions from `start` to before `stop`, shard by shard."""
+        """Yield the parts of shards at the positions from `start` to before `stop`."""
         at = bisect_right(self.ends, start)
         while start < stop:
             shard = self._shards[at]
@@ -150,16 +150,16 @@ class ShardSampler(Sampler[int]):
 
 
 class Shards(Protocol[T]):
-    """Data in shards, of which a queue hands out records: chunks of files, ranges of indices, row groups."""
+    """Data in shards, whose records a queue hands out: chunks of files, ranges of indices, row groups."""
 
     @property
     def sizes(self) -> Sequence[int]:
         """How many records each shard has; the same on every rank."""
 
     def read(self, shard: int, within: Sequence[int], /) -> list[T]:
-        """Return the records at these places of a shard, in that order; called on one thread of the queue's.
+        """Return the records at these places of a shard, in that order (on a thread of the queue).
 
-        Where there is an attribute `threads`, so many threads call it at a time, each for other shards.
+        With an attribute `threads`, that number of threads calls it at the same time, each for other shards.
         """
 
 
@@ -193,7 +193,7 @@ def _check(rank: int, size: int) -> None:
 
 
 def checked_int(name: str, number: int, least: int = 0) -> int:
-    """Return `number` as an int of Python's, which can be told to other ranks; numpy's are taken too."""
+    """Return `number`, which may be of numpy, as a Python int, which can be sent to other ranks."""
     try:
         found = int(index(number))
     except TypeError:
@@ -204,7 +204,7 @@ def checked_int(name: str, number: int, least: int = 0) -> int:
 
 
 def check_order(batch_size: int | None, shuffle: Shuffle, seed: int) -> None:
-    """Raise ValueError or TypeError for what gives no order of batches."""
+    """Raise ValueError or TypeError for arguments that give no order of batches."""
     if batch_size is not None:
         checked_int("batch_size", batch_size, 1)
     checked_int("seed", seed)
