@@ -40,7 +40,7 @@ class HostStream:
     def __init__(self, name: str = "stream") -> None:
         self.name = name
         self._seq = 0
-        self._thread: _Thread | None = None
+        self._thread: _StreamThread | None = None
         self._ended = False
         """True after `aclose` or `abort`."""
 
@@ -50,7 +50,7 @@ class HostStream:
         self._loop = asyncio.get_running_loop()
         self._progress = progress = Progress.current()
         self._account = account = Account(self._loop, results=False)
-        self._thread = thread = _Thread(self.name, progress)
+        self._thread = thread = _StreamThread(self.name, progress)
         thread.worker.ended.add_done_callback(lambda _: progress.post(_report_dropped, thread.worker, account))
         return self
 
@@ -91,7 +91,7 @@ class HostStream:
         op = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         operation: Operation[T] = Operation(self._progress, op, self._seq, 0, whence(2), self._account, polled=False)
         self._seq += 1
-        call = _Call(operation, [(fn, args, kwargs, copy_context(), Modes.capture())])
+        call = _QueuedCall(operation, [(fn, args, kwargs, copy_context(), Modes.capture())])
         operation.set_canceller(call.cancel)
         worker.submit(call)
         return operation.handle
@@ -122,7 +122,7 @@ class HostStream:
         """The handle of the running call, or None."""
         return None if self._thread is None else self._thread.running
 
-    def _check(self) -> Worker[_Call | Handle[Any]]:
+    def _check(self) -> Worker[_QueuedCall | Handle[Any]]:
         """Return the worker, or raise `RuntimeError` if the stream refuses calls from here."""
         if self._thread is None:
             raise RuntimeError(f"{self} is not open: use `async with`")
@@ -143,7 +143,7 @@ class HostStream:
         return f"<HostStream {self.name!r}>"
 
 
-class _Thread:
+class _StreamThread:
     """The thread's side of a stream. It holds no reference to the stream, which may be dropped."""
 
     def __init__(self, name: str, progress: Progress) -> None:
@@ -152,13 +152,13 @@ class _Thread:
         """Handle of the running call (written by the thread)."""
         self.base: Modes | None = None
         """Modes of the thread outside the calls (written by the thread)."""
-        self.worker: Worker[_Call | Handle[Any]] = Worker(
+        self.worker: Worker[_QueuedCall | Handle[Any]] = Worker(
             f"aiodist-{name}", self.run, drop=_cancel, computing=progress.computing, gone=progress.loop.is_closed
         )
 
-    def run(self, call: _Call | Handle[Any]) -> None:
+    def run(self, call: _QueuedCall | Handle[Any]) -> None:
         """Run a call, unless it was withdrawn, or wait for a handle."""
-        if not isinstance(call, _Call):
+        if not isinstance(call, _QueuedCall):
             with self.progress.waiting():
                 internals.block_unless(call, lambda: not self.worker.is_needed())
             return
@@ -197,7 +197,7 @@ class _Thread:
             del call, operation  # the error holds its frames, which must not hold the handle
 
 
-class _Call(NamedTuple):
+class _QueuedCall(NamedTuple):
     """A call in the queue. `parts` has one item, which is popped by the thread that runs or withdraws the call."""
 
     operation: Operation[Any]
@@ -213,8 +213,8 @@ class _Call(NamedTuple):
         return True
 
 
-def _cancel(call: _Call | Handle[Any]) -> None:
-    if isinstance(call, _Call):
+def _cancel(call: _QueuedCall | Handle[Any]) -> None:
+    if isinstance(call, _QueuedCall):
         call.cancel()
 
 
