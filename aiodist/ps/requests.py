@@ -47,7 +47,7 @@ class Reported:
 
 
 class UserCall(Operation[Any]):
-    """A call of the user. Its handle is done after the end of all parts, when its buffers are free."""
+    """A call of the user, whose handle is done after the end of all parts, when the buffers are free."""
 
     __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_result", "seconds", "version")
 
@@ -217,7 +217,7 @@ class RequestQueue:
                 self.issue(self._make_all, gathered)
 
     def issue(self, call: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
-        """Make a call, which puts requests, after those that are being made. Then send all."""
+        """Make a call, which puts requests, after those that are being made, and send all."""
         if self._gathered is not None:
             self._gathered.append((call, args))
         elif self._line:
