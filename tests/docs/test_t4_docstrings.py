@@ -58,7 +58,7 @@ BEFORE = {
     **dict.fromkeys(
         ("Handle", "Handle.wait", "Handle.result", "Handle.cancel", "gather", "as_completed", "timeout"), ""
     ),
-    **{f"ParameterServer.{name}": SERVER for name in ("push", "pull", "save", "load")},
+    **dict.fromkeys(("ParameterServer.push", "ParameterServer.pull", "Durability.save", "Durability.load"), SERVER),
     "load": NET + "step = 7",
     "save": NET + "step, loader = 7, aiodist.data.ShardQueue(aiodist.data.IndexShards(range(8)), coll, batch_size=4)",
     "ErrorFeedback": "grad = torch.randn(1000)",
