@@ -367,7 +367,9 @@ class Primitives:
             await transfers([*ahead, *self._messages(on_cpu)])
         exchanger = self._repertoire.exchanger
         if on_cuda and exchanger is not None and self.impl in ("auto", "nccl") and self.ep.size > 1:
-            able = await self._all_say([exchanger.takes(self.ep, o) for o in on_cuda])
+            host = Primitives(self.ep, self._repertoire, "doubling", later=True)
+            takes = torch.tensor([exchanger.takes(self.ep, o) for o in on_cuda], device="cpu")
+            able = (await host.exchange_facts(takes)).all(0).tolist()
             native = [o for o, taken in zip(on_cuda, able, strict=True) if taken]
             on_cuda = [o for o, taken in zip(on_cuda, able, strict=True) if not taken]
             if native:
@@ -387,15 +389,13 @@ class Primitives:
         if self._repertoire.exchanger is not None:
             self._repertoire.exchanger.release(self.ep)
 
-    async def _all_say(self, local: Sequence[bool]) -> list[bool]:
-        """Return, for each flag, if that flag is True on all ranks."""
-        ranks, count = self.ep.size, len(local)
-        said = torch.empty(ranks * count, dtype=torch.bool, device="cpu")
-        host = Primitives(self.ep, self._repertoire, "doubling", later=True)
-        given = torch.tensor(local, device="cpu")
-        await host.run([Primitive("allgather", given, said, counts=[count] * ranks)])
+    async def exchange_facts(self, facts: torch.Tensor) -> torch.Tensor:
+        """Return the small flat CPU tensor of every rank, one row each, after the ranks have compared the operation."""
+        ranks, count = self.ep.size, facts.numel()
+        table = torch.empty(ranks * count, dtype=facts.dtype, device="cpu")
+        await self.run([Primitive("allgather", facts, table, counts=[count] * ranks)])
         await self.ep.known()
-        return said.view(ranks, count).all(0).tolist()
+        return table.view(ranks, count)
 
 
 def _in_wire_dtype(o: Primitive) -> Primitive:

@@ -93,11 +93,7 @@ async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = No
 
     Sizes may differ.
     """
-    record = as_tensor(b"".join(map(pack_meta, ts)))
-    gathered = torch.empty(record.numel() * p.ep.size, dtype=torch.uint8, device="cpu")
-    await p.run([Primitive("allgather", record, gathered, counts=[record.numel()] * p.ep.size)])
-    await p.ep.known()
-    records = as_bytes(gathered)
+    records = as_bytes(await p.exchange_facts(as_tensor(b"".join(map(pack_meta, ts)))))
     metas = [unpack_meta(records, META_BYTES * i) for i in range(len(ts) * p.ep.size)]
     data: list[Primitive] = []
     results: list[list[Tensor] | Tensor] = []
@@ -488,11 +484,8 @@ async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primi
     """
     if p.ep.size == 1:
         return await then(p)
-    given = torch.tensor([len(ts), not ts[0].is_cpu], device="cpu")
-    of_all = torch.empty(2 * p.ep.size, dtype=given.dtype, device="cpu")
-    await p.run([Primitive("allgather", given, of_all, counts=[2] * p.ep.size)])
-    await p.ep.known()
-    lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
+    facts = await p.exchange_facts(torch.tensor([len(ts), not ts[0].is_cpu], device="cpu"))
+    lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in facts.tolist()]
     if len(set(lists)) > 1:
         raise MismatchError(disagreement("the number of tensors", lists))
     return await then(p.afterwards())

@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import torch
 
-from aiodist.backends.base import Primitive
 from aiodist.collectives.choice.table import DEVICES, HOSTS, LIMITS, Edit, LimitEdit, RangeEdit, check_known
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Primitives, Repertoire
@@ -135,9 +134,7 @@ async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], 
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed
-    everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    await p.run([Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size)])
-    texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
+    texts = [as_bytes(row).rstrip(b"\0").decode() for row in await p.exchange_facts(frame)]
     if len(set(texts)) > 1:
         error = MismatchError(disagreement("the edit of the selector", texts))
         differ(error)
