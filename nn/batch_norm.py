@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
             for name in ("affine", "track_running_stats", "training", "_parameters", "_buffers"):
                 setattr(layer, name, getattr(module, name))
             return layer
-        for name, child in module._modules.items():  # named_children() has one that comes twice once
+        for name, child in module._modules.items():  # named_children() omits repeated children
             if child is not None:
                 setattr(module, name, cls.convert(child, coll))
         return module
@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 _Moments = tuple[Tensor, Tensor, int]
-"""Of each channel over all ranks: mean and variance `(channels,)`, and the number of values."""
+"""Mean and variance of each channel over all ranks, `(channels,)`, and the number of values."""
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ class _Normalise(Function):
         x, weight, mean, variance = ctx.saved_tensors
         count, eps, coll, line = ctx.rest
         gradient, sums = x.new_empty(x.shape), [torch.zeros_like(mean)] * 2
-        if x.numel():  # as in evaluation, where the statistics are constants
+        if x.numel():  # as in evaluation, with constant statistics
             gradient, *sums = torch.ops.aten.native_batch_norm_backward(
                 grad, x, _as(mean, weight), mean, variance, None, None, False, eps, [True, True, True]
             )

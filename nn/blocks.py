@@ -1,4 +1,4 @@
-"""`BlockSequential`: layers in contiguous blocks, whose backward is made block by block."""
+"""`BlockSequential`: layers in contiguous blocks, with a backward for each block."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockSequential(nn.Module):
     def __init__(self, layers: Iterable[nn.Module], blocks: int) -> None:
         super().__init__()
         sequential = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
-        for name, layer in sequential._modules.items():  # named_children() has a layer that comes twice once
+        for name, layer in sequential._modules.items():  # named_children() omits repeated layers
             self.add_module(name, layer)
         sizes = [sum(p.nbytes for p in layer.parameters()) for layer in sequential]
         starts = [i for i, size in enumerate(sizes) if size]
@@ -66,14 +66,14 @@ class BlockSequential(nn.Module):
 
 
 def balanced(sizes: Sequence[int], blocks: int) -> list[int]:
-    """Return where to cut `sizes` into so many blocks, none of them empty, of the least sum of squares.
+    """Return the cuts of `sizes` into this number of nonempty blocks, with the least sum of squared sizes.
 
     >>> balanced([1, 1, 1, 1, 4], 2), balanced([10] * 31, 7)
     ([4], [4, 8, 12, 16, 21, 26])
     """
     ends = list(accumulate(sizes, initial=0))
     best: list[tuple[float, list[int]]] = [(end * end if i else inf, []) for i, end in enumerate(ends)]
-    for _ in range(blocks - 1):  # `best[i]` is of the first i sizes: the sum, and the cuts
+    for _ in range(blocks - 1):  # `best[i]` has the sum and the cuts of the first i sizes
         best = [
             min(((best[cut][0] + (end - ends[cut]) ** 2, [*best[cut][1], cut]) for cut in range(i)), default=(inf, []))
             for i, end in enumerate(ends)
@@ -82,9 +82,9 @@ def balanced(sizes: Sequence[int], blocks: int) -> list[int]:
 
 
 def block_numbers(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the parameters that lie in a block of some `BlockSequential` in `module`, each with a number of its block.
+    """Return the parameters in blocks of all `BlockSequential` in `module`, each with the number of its block.
 
-    One that several blocks share belongs to the first of them, whose backward comes last.
+    A parameter of several blocks belongs to the first of them, whose backward comes last.
     """
     blocks = [block for found in module.modules() if isinstance(found, BlockSequential) for block in found.blocks]
     numbers: dict[nn.Parameter, int] = {}
@@ -106,12 +106,12 @@ def _run_block(layers: Sequence[nn.Module], x: Any) -> Any:
     moving = any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
     if not torch.is_grad_enabled() or not (trained or moving) or torch.compiler.is_compiling():
         return run(*inputs)
-    # The empty one needs a gradient, so that backward comes to a block of which no input does.
+    # The empty tensor needs a gradient, so that backward reaches a block without inputs that do.
     return _Block.apply(run, torch.empty(0, requires_grad=True, device="cpu"), *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Writable(torch.autograd.Function):
-    """The input of a block, to which the block may write (`nn.ReLU(inplace=True)`), as to no leaf."""
+    """Makes the input of a block writable for the block (`nn.ReLU(inplace=True)`), unlike a leaf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _writable(x: Tensor) -> Tensor:
 
 
 class _Block(torch.autograd.Function):
-    """Runs a block on inputs that are cut off from what made them, and its backward as one of its own."""
+    """Runs a block on inputs that are detached from the graph, with a separate backward."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], _: Tensor, *inputs: Any) -> Any:
@@ -151,7 +151,7 @@ class _Block(torch.autograd.Function):
                 "inputs= nor torch.autograd.grad"
             )
         moving = [x for x in ctx.inputs if isinstance(x, Tensor) and x.requires_grad]
-        for x in moving:  # of a backward before this one, which kept the graph
+        for x in moving:  # gradients of an earlier backward that kept the graph
             x.grad = None
         pairs = [(y, grad) for y, grad in zip(ctx.block_outputs, grads, strict=True) if grad is not None]
         torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs], retain_graph=_keeps_graph())

@@ -1,7 +1,7 @@
-"""Gradients that travel as codes: what each codec of `aiodist.codecs` exchanges, driven on a net's communicators.
+"""Compressed gradients: the exchanges of the codecs of `aiodist.codecs`, on a net's communicators.
 
-The codec works on a thread of its own, the loop issues what it asks for. Collectives of a bucket meet by its name, so
-several buckets are on their way at once, and the next ones are encoded meanwhile.
+The codec works on its own thread, and the loop issues its collectives. They have names, so several parts of buckets
+are in flight while the next ones are encoded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Compression:
 
 
 def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -> Compression:
-    """Return `compress` as a `Compression`; raise TypeError unless it is that or a codec, and takes the parameters."""
+    """Return `compress` as a `Compression`; raise TypeError for another type, or parameters that it does not take."""
     compression = compress if isinstance(compress, Compression) else Compression(cast(Codec, compress))
     codec = compression.codec
     if isinstance(codec, type) or not all(hasattr(codec, name) for name in ("encode", "decode")):
@@ -61,24 +61,24 @@ def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -
 
 
 class Swap(NamedTuple):
-    """Give each rank between hosts its part of `tensor`, which has as many; the answer is this rank's part of each."""
+    """Send each rank one of the equal parts of `tensor`; the answer has this rank's part of all ranks' tensors."""
 
     tensor: Tensor
 
 
 _NAMES = 1024
-"""Parts of buckets that may be on their way at once: each has a name, by which it meets those of the other ranks."""
+"""Largest number of parts of buckets in flight. Ranks match the collectives of a part by its name."""
 _Request = Sum | Gather | Swap | partial[Handle[Any]]
-"""What is to be issued, the last among the ranks of this host."""
+"""A request of a program; a partial is a collective within this host."""
 _Program = Generator[_Request, Any, None]
 
 
 class Compressor(CommHook):
-    """Reduces buckets as codes: a `CommHook`. What it keeps between steps is in `state_dict`.
+    """A `CommHook` that reduces buckets as codes. The `state_dict` has the residuals.
 
-    Residuals belong to parameters, in their dtype but in float32 for 16-bit floats; they take that much memory twice. A
-    residual changes only where all ranks have made the pass, and with the scale of the net's `scaler`. A parameter that
-    a rank did not use sends nothing of it.
+    Each parameter has a residual in its dtype, or in float32 for 16-bit floats, which takes that memory twice. A
+    residual changes only if all ranks have made the pass, and with the scale of the net's `scaler`. A parameter that
+    this rank did not use keeps its residual.
     """
 
     def __init__(
@@ -95,28 +95,28 @@ class Compressor(CommHook):
         self._feedback = not self._codec.unbiased if feedback is None else feedback
         self._data = data
         self._within: Communicator | None = None
-        """That of the ranks of this host, where these are several."""
+        """Communicator of the ranks of this host, or None if it has one rank."""
         self._between: Communicator | None = None
-        """That of the first ranks of all hosts; None on others."""
+        """Communicator of the first ranks of all hosts, or None on other ranks."""
         self._factor = 1 / data.size if op == "mean" else 1.0
         self._stream = HostStream(f"codecs {data.name}")
         self._parameters = dict(named)
         self.progress = Progress.current()
         self.part_numel = 1 << 20
-        """Elements of a large bucket that travel together, if the codec allows it; alike on all ranks."""
+        """Elements of a part of a large bucket, if the codec allows parts; the same on all ranks."""
         self._number = 0
         self._names: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
-        """By bucket: the number in the first of its names. A name is told to all ranks once, which takes a while."""
+        """Number in the first name of each bucket. It stays, since the first use of a name takes a round trip."""
         self._named = 0
         self._kept: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
         self._scale = 1.0
-        """By which a `GradScaler` had multiplied the losses that residuals are of."""
+        """Scale of the `GradScaler` in the residuals."""
         self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
-        """Of each bucket: what becomes its residual where the pass counts, and where it lay in the pass before."""
+        """Next residual of each bucket, if all ranks make the pass, and the memory of the residual of the last pass."""
 
     async def open(self) -> None:
-        """Run the thread, on communicators that `data` closes. Collective."""
+        """Make the communicators within and between hosts, on all ranks, and start the thread."""
         levels = self._data.levels
         groups = levels.groups(levels.depth)
         if self._compression.within_hosts or len(groups) == 1 or max(map(len, groups)) == 1:
@@ -134,7 +134,7 @@ class Compressor(CommHook):
     def abort(self) -> None:
         self._stream.abort()
 
-    # --- what it keeps ------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_kind(self) -> str:
@@ -142,23 +142,24 @@ class Compressor(CommHook):
         return type(self._compression.codec).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what this rank keeps: `number`, `scale`, and `residuals` and `kept`, by parameter, flat.
+        """Return a copy of this rank's state: `number`, `scale`, and `residuals` and `kept`, by parameter, flat.
 
-        It differs between ranks, and is to be taken and loaded between steps.
+        It differs between ranks. Call it, and `load_state_dict`, between steps.
         """
         copied = [{name: t.clone() for name, t in which.items()} for which in (self._residuals, self._kept)]
         return {"number": self._number, "scale": self._scale, "residuals": copied[0], "kept": copied[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put copies of what `state_dict` returned in the place of what is kept; on all ranks, each its own.
+        """Replace the state by a copy of `state`, on all ranks, each with its own.
 
-        Raises KeyError for what is no such state, and ValueError for one of other parameters; nothing has changed then.
+        Raises KeyError for another kind of state, and ValueError for a state of other parameters. The old state then
+        stays.
         """
         copied = [{name: t.detach().clone() for name, t in state[key].items()} for key in ("residuals", "kept")]
         for name, residual in copied[0].items():
             self._check_residual(name, residual)
         self._number, self._residuals, self._kept = int(state["number"]), copied[0], copied[1]
-        self._scale = float(state.get("scale", 1.0))  # older ones do not say it
+        self._scale = float(state.get("scale", 1.0))  # older states have no scale
 
     def _check_residual(self, name: str, residual: Tensor) -> None:
         if (parameter := self._parameters.get(name)) is None:
@@ -188,12 +189,12 @@ class Compressor(CommHook):
         return over.handle
 
     def _parts(self, numel: int) -> list[slice]:
-        """Return what of a bucket travels together: while one part is on its way, the next is encoded."""
+        """Return the parts of a bucket: while one part is in flight, the next is encoded."""
         most = self.part_numel if self._codec.elementwise else max(numel, 1)
         return [slice(start, min(start + most, numel)) for start in range(0, max(numel, 1), most)]
 
     def rescale(self, scaler: GradScaler | None) -> None:
-        """See `CommHook`: what was left out of gradients of another scale is sent as if it were of this one."""
+        """Multiply the residuals by the change of the scale of `scaler`."""
         scale = 1.0 if scaler is None else scaler.get_scale()
         if scale != self._scale:
             for residual in self._residuals.values():
@@ -201,13 +202,13 @@ class Compressor(CommHook):
             self._scale = scale
 
     def settle(self, bucket: Bucket) -> None:
-        """See `CommHook`: keep the residuals of this pass."""
+        """Keep the residuals of this pass."""
         if bucket not in self._totals:
             return
         total, before = self._totals[bucket]
         for slot, piece in zip(bucket.slots, _pieces(bucket, total), strict=True):
             residual = self._residuals.get(slot.name)
-            if slot.result is None:  # no rank has used it: what the codes say of it is dropped
+            if slot.result is None:  # no rank has used it, so it has no residual
                 piece.zero_()
             if residual is not None and slot in bucket.unused:
                 piece.add_(residual)
@@ -222,7 +223,7 @@ class Compressor(CommHook):
             total = self._total(bucket, flat, part)
             out = data if total.dtype is data.dtype else torch.empty_like(total)
             shapes: list[tuple[int, ...]] = [(total.numel(),)]
-            names = [""]  # of a part, of which the codec does not ask more
+            names = [""]  # a codec that allows parts needs no name
             if total.numel() == flat.numel():
                 shapes = [memory_shape(slot.parameter) for slot in bucket.slots]
                 names = [slot.name for slot in bucket.slots]
@@ -230,15 +231,15 @@ class Compressor(CommHook):
             yield from self._exchanged(self._codec.exchange(gradients, self._kept), between)
             if out is not data:
                 data.copy_(out)
-                if self._feedback and between.rank == 0:  # what gradients of 16 bits cannot hold
+                if self._feedback and between.rank == 0:  # the rounding error of gradients of 16 bits
                     total.add_(out.sub_(data), alpha=1 / self._factor)
-            if self._feedback and not bool(total.sum().isfinite()):  # one bad gradient is sent, and forgotten
+            if self._feedback and not bool(total.sum().isfinite()):  # a bad gradient is sent once
                 total.nan_to_num_(0.0, 0.0, 0.0)
         if within is not None:
             yield partial(within.broadcast, data)
 
     def _exchanged(self, exchange: Exchange, between: Communicator) -> _Program:
-        """Count what a codec sends, and add up 16-bit floats without widening them."""
+        """Count the sent bytes, and answer a `NarrowSum` by two collectives."""
         answer = None
         with suppress(StopIteration):
             while True:
@@ -250,7 +251,7 @@ class Compressor(CommHook):
                     answer = yield request
 
     def _total(self, bucket: Bucket, data: Tensor, part: slice) -> Tensor:
-        """Return what this rank brings to `part` of `data`: the gradients, with residuals for what it has used."""
+        """Return the gradients of this rank in `part` of `data`, plus the residuals of the parameters that it used."""
         if not self._feedback:
             return data[part].to(wide(data.dtype))
         if bucket not in self._totals:
@@ -270,10 +271,10 @@ class Compressor(CommHook):
             begin = end
         return total[part]
 
-    # --- what a job asks for ----------------------------------------------------------------------------------------
+    # --- requests of jobs ----------------------------------------------------------------------------------------
 
     def issue(self, request: _Request, name: str) -> Handle[Any]:
-        """Return the handle of what a codec asks for; on the loop, in any order."""
+        """Issue the collective of a request, on the loop, in any order."""
         if isinstance(request, partial):
             return request(name=name)
         assert self._between is not None
@@ -284,11 +285,11 @@ class Compressor(CommHook):
         return self._between.allreduce(request.tensor, request.op, name=name)
 
     def compute(self, program: _Program, answer: Any) -> Handle[_Request | None]:
-        """Return the handle of what `program` asks for next, None at its end."""
+        """Return a handle of the next request of `program`, or of None at its end."""
         return self._stream.submit(_advanced, program, answer)
 
     def abort_links(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait for what this one does not send."""
+        """Abort the communicators, since the other ranks would wait for this one."""
         for comm in {self._data, *filter(None, (self._within, self._between))}:
             comm.abort(f"rank {self._data.rank} cannot compress its gradients: {error}")
 
@@ -301,7 +302,7 @@ def _end(over: Operation[None], error: BaseException | None) -> None:
 
 
 class _Job:
-    """A part of a bucket on its way: computes on the thread of codecs, communicates from the loop."""
+    """The reduction of a part of a bucket: computes on the codec's thread, communicates from the loop."""
 
     def __init__(
         self, compressor: Compressor, program: _Program, name: str, over: Operation[None], ended: Done
@@ -312,19 +313,19 @@ class _Job:
         self._over = over
         self._ended = ended
         self._collective: Handle[Any] | None = None
-        """What it waits for."""
+        """The collective in flight, or None."""
 
     def advance(self, answer: Any) -> None:
-        """Let the codec go on with `answer`."""
+        """Continue the program with `answer`."""
         try:
             internals.add_waiter(self._compressor.compute(self._program, answer), self)
-        except RuntimeError as error:  # the stream was given up
+        except RuntimeError as error:  # the stream was aborted
             self._fail(error)
 
     def _issue(self, request: _Request) -> None:
         try:
             self._collective = self._compressor.issue(request, self._name)
-        except Exception as error:  # noqa: BLE001  - told to the pass
+        except Exception as error:  # noqa: BLE001  - the pass raises it
             self._fail(error)
         else:
             self._over.set_parts((self._collective,))
@@ -335,7 +336,7 @@ class _Job:
         self._ended(error)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it goes on
+        if late is not None and not handle.done():  # the work continues
             self._over.expire()
             internals.add_waiter(handle, self)
         elif (error := internals.error_of(handle)) is not None:
@@ -362,10 +363,10 @@ def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:
 
 
 def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[Gather | Swap, Any, RoundingLoss]:
-    """Add up 16-bit floats as `NarrowSum` says, in two collectives. (An allreduce sends them as float32.)
+    """Answer a `NarrowSum` by two collectives, since an allreduce would send 16-bit floats as float32.
 
-    Each rank sums a part, which is rounded for the others. Two send each other all, which is as many bytes: nothing is
-    rounded, and none waits for the second half.
+    Each rank sums a part, and sends the sum rounded. Two ranks send each other everything, which is as many bytes, in
+    one collective and without rounding.
     """
     t, out, factor = request
     if ranks <= 2:

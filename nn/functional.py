@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through: the backward of each is its dual.
+"""Collectives with gradients: the backward of each is its dual.
 
 The objective is the sum of the losses of all ranks. So the gradient of a rank's input is the sum over the ranks that
 used it:
@@ -41,7 +41,7 @@ from aiodist.types import SumOrMean, sum_or_mean
 
 T = TypeVar("T")
 Line = tuple[CodeType, int]
-"""A place in a program, as `Origin` has it."""
+"""Code and instruction of a line of the program, the fields of an `Origin`."""
 
 
 def allreduce(t: Tensor, coll: Communicator, op: SumOrMean = "sum") -> Handle[Tensor]:
@@ -198,13 +198,13 @@ def alltoall(
 
 
 def line_for(coll: Communicator) -> Line:
-    """Return the line of the program that issues on `coll` now: what backward issues later is told with it."""
+    """Return the line of the program that issues on `coll` now, for reports of later operations in backward."""
     return parts_of(coll).dispatcher.oplog.caller or whence(1)
 
 
 @contextmanager
-def _told_with(coll: Communicator, line: Line | None) -> Iterator[None]:
-    """What this thread issues in the block is told with that line; None: with the one that calls."""
+def _reported_at(coll: Communicator, line: Line | None) -> Iterator[None]:
+    """Let reports name `line` for operations that this thread issues in the block; None keeps the caller's line."""
     oplog = parts_of(coll).dispatcher.oplog
     before, oplog.caller = oplog.caller, line or oplog.caller
     try:
@@ -214,9 +214,10 @@ def _told_with(coll: Communicator, line: Line | None) -> Iterator[None]:
 
 
 def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | None = None) -> T:
-    """Return the result of what `call` issues; blocks this thread. Raises `RuntimeError` on the loop's, before.
+    """Block this thread until the operation of `call` is done, and return its result.
 
-    Backward gives the `line` of its forward: autograd calls it in a thread that may have no line of the program.
+    Raises `RuntimeError` on the loop's thread, before the call. Backward gives the `line` of its forward, since
+    autograd calls it in a thread that may have no line of the program.
     """
     progress = parts_of(coll).dispatcher.progress
     if progress.owns_thread():
@@ -224,17 +225,17 @@ def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | No
             f"a forward or backward that waits for other ranks of {coll.name!r} would block the event loop: run it on "
             "the compute thread of a net (net.step, net.submit, net.backward), or `await asyncio.to_thread(...)`"
         )
-    with _told_with(coll, line):
+    with _reported_at(coll, line):
         handle = call()
     with progress.waiting():
         return handle.wait()
 
 
 def check_threaded(coll: Communicator) -> None:
-    """Raise `RuntimeError` unless other threads than the loop's may issue on `coll`."""
+    """Raise `RuntimeError` unless several threads may issue on `coll`."""
     if parts_of(coll).dispatcher.lifetime.issuing is None:
         raise RuntimeError(
-            f"forward and backward issue in the threads that they run in, and {coll.name!r} belongs to the loop's: "
+            f"forward and backward issue in their own threads, and {coll.name!r} belongs to the loop's thread: "
             "expected what `await coll.dup(thread=True)` returns"
         )
 
@@ -245,7 +246,7 @@ def _check_rows(t: Tensor) -> None:
 
 
 class _Dual(Function):
-    """Makes the result, without data, and the gradient that goes back from it."""
+    """Makes the result, without data, and its gradient function."""
 
     @staticmethod
     def forward(
@@ -271,29 +272,28 @@ def _issue(
     call: Callable[[Tensor, Tensor], Handle[Tensor]],
     dual: Callable[[Tensor], Handle[Tensor]],
 ) -> Handle[Tensor]:
-    """Make `call(t, out)`, which fills an `out` of `shape`, and have gradients go by way of `dual`.
+    """Issue `call(t, out)`, which fills an `out` of `shape`; `dual` is its backward.
 
-    The graph is made before the call: `out` has its place there when the operation sees it, and the nodes of all
-    collectives have the order in which these were issued. Autograd runs later nodes first, so backward issues in
-    exactly the reverse order, on every rank.
+    The graph is made before the call, so the nodes of all collectives have the order of the calls. Autograd runs later
+    nodes first, so backward issues in exactly the reverse order, on every rank.
     """
-    every_rank = torch.empty(0, requires_grad=True, device="cpu")  # has each rank take part in backward
+    every_rank = torch.empty(0, requires_grad=True, device="cpu")  # so that each rank takes part in backward
     out: Tensor = _Dual.apply(every_rank, t, coll, shape, dual)  # type: ignore[no-untyped-call]
     if out.requires_grad:
         check_threaded(coll)
     given = t.detach().contiguous().resolve_conj()
     progress = parts_of(coll).dispatcher.progress
     if not t.is_cuda or progress.owns_thread():
-        with torch.no_grad():  # the graph of `out` is there
+        with torch.no_grad():  # `out` has its graph
             return call(given, out)
-    made: Future[Handle[Tensor]] = Future()  # the loop alone issues what works on devices
+    made: Future[Handle[Tensor]] = Future()  # only the loop issues work on devices
     stream, line = torch.cuda.current_stream(t.device), line_for(coll)
 
     def make() -> None:
         try:
-            with OnStream(stream), _told_with(coll, line), torch.no_grad():
+            with OnStream(stream), _reported_at(coll, line), torch.no_grad():
                 made.set_result(call(given, out))
-        except BaseException as error:  # noqa: BLE001  - it belongs to the thread that waits
+        except BaseException as error:  # noqa: BLE001  - raised in the waiting thread
             made.set_exception(error)
 
     progress.post(make)

@@ -28,7 +28,7 @@ class SettingsHash:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Optimizer, list[Any], int]] = {}
-        """By the id of an optimizer whose hyperparameters cannot change in place: the very objects, and their hash."""
+        """Hyperparameters and hash of optimizers, by id, if the objects cannot change in place."""
 
     def of(self, optimizers: Iterable[Optimizer], settings: str, own: Container[int]) -> int:
         """Return a number above 0 and below 2^33, the same for `optimizers` in any order."""
@@ -48,7 +48,7 @@ class SettingsHash:
 
 
 def described(optimizer: Optimizer, own: Container[int]) -> Lines:
-    """Return what ranks compare of `optimizer`, without groups of parameters whose ids are `own`."""
+    """Return the settings of `optimizer` that ranks compare, without groups of parameters whose ids are `own`."""
     kind = type(optimizer).__name__
     lines = [("the class of the optimizer", kind)]
     groups = [group for group in optimizer.param_groups if not _all_own(group["params"], own)]
@@ -59,7 +59,7 @@ def described(optimizer: Optimizer, own: Container[int]) -> Lines:
 
 
 def different(by_rank: Sequence[Lines | None]) -> tuple[str, list[str]] | None:
-    """Return the first setting that is not the same on all ranks that have some, with the value of each.
+    """Return the first setting that differs between ranks with settings, and the value of each rank.
 
     >>> different([[("clip_norm", "1.0")], [("clip_norm", "2.0")], None])
     ('clip_norm', ['1.0', '2.0', 'no data left'])
@@ -73,7 +73,7 @@ def different(by_rank: Sequence[Lines | None]) -> tuple[str, list[str]] | None:
 
 
 def optimizers_of(driver: object) -> list[Optimizer]:
-    """Return an optimizer of torch, or those that a driver has."""
+    """Return an optimizer of torch, or the optimizers of a driver."""
     if isinstance(driver, Optimizer):
         return [driver]
     inner = getattr(driver, "optimizers", None) or (getattr(driver, "optimizer", None), getattr(driver, "outer", None))
@@ -81,7 +81,7 @@ def optimizers_of(driver: object) -> list[Optimizer]:
 
 
 def _is_fixed(value: object) -> bool:
-    """Return True if only another object can have another value in words: a list or a tensor may change in place."""
+    """Return True if `value` cannot change in place, as a list or a tensor can."""
     return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_fixed, value)))
 
 
@@ -90,7 +90,7 @@ def _all_own(parameters: Sequence[Tensor], own: Container[int]) -> bool:
 
 
 def _text(value: object) -> str:
-    """Return a value in words that are the same on ranks that have the same.
+    """Return the text of a value, the same on all ranks with that value.
 
     >>> _text(1), _text(torch.tensor(0.5)), _text((0.9, None)), _text(True), _text(print)
     ('1.0', '0.5', '(0.9, None)', 'True', 'builtin_function_or_method')
@@ -100,7 +100,7 @@ def _text(value: object) -> str:
     if isinstance(value, Tensor):
         if value.device.type == "cpu" and value.numel() == 1 and value.layout is torch.strided:
             return repr(value.item())
-        return f"a tensor on {value.device.type}"  # to read it would wait for the device
+        return f"a tensor on {value.device.type}"  # reading it would wait for the device
     if isinstance(value, Real):
         try:
             return repr(float(value))

@@ -22,11 +22,11 @@ RENAMED = {
     "steps": "net.steps_done",
     "open": "net.closed, which is True once the net is closed",
 }
-"""What replaces the old names of a net's methods and properties."""
+"""Replacements of old names of a net's methods and properties."""
 
 
 def _of_module(method: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[ModuleLike, P], T]:
-    """Return a method that does what that of the module does, which may be its own."""
+    """Return a method that calls the method of the module."""
 
     def call(self: ModuleLike, *args: P.args, **kwargs: P.kwargs) -> T:
         found: T = getattr(self.module, method.__name__)(*args, **kwargs)
@@ -38,12 +38,12 @@ def _of_module(method: Callable[Concatenate[nn.Module, P], T]) -> Callable[Conca
 def _refused(name: str) -> Callable[..., NoReturn]:
     def refuse(self: ModuleLike, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__}.{name}: its buckets lie where the parameters did, and hold their "
-            "dtypes: move it before create()"
+            f"{type(self).__name__}.{name}: its buckets have the devices and dtypes of the parameters: "
+            "move it before create()"
         )
 
     refuse.__name__ = name
-    refuse.__doc__ = "Raise RuntimeError: the module is to be moved, or cast, before `create`."
+    refuse.__doc__ = "Raise RuntimeError: move or cast the module before `create`."
     return refuse
 
 
@@ -143,7 +143,7 @@ class ModuleLike:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if (new := RENAMED.get(name)) is not None:
                 text += f": use {new}"
-            elif not name.startswith("__"):  # Python and its copy and pickle ask for such
+            elif not name.startswith("__"):  # Python, copy and pickle ask for such names
                 text += (
                     f": it is no nn.Module. Expected `net.module.{name}`, or `net.module` where a function needs a "
                     "module, as in `functional_call(net.module, parameters, x)`"

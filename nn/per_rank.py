@@ -1,4 +1,4 @@
-"""A net's module in two parts: one that all ranks have alike, and one that each rank keeps for itself."""
+"""A net's module in two parts: tensors that ranks share, and tensors that each rank keeps for itself."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints.saving import load_exactly
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParallel has the names from there
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of torch's DistributedDataParallel with names
 
 
 class Shared:
-    """The parameters and buffers of a module, without those that each rank keeps for itself.
-
-    They are known by name, since a buffer may be replaced.
-    """
+    """The parameters and buffers of a module that ranks share, by name, since a buffer may be replaced."""
 
     def __init__(self, module: nn.Module, given: Any = None, divided: Iterable[Tensor] = ()) -> None:
-        """Each rank keeps the `given` submodules, parameters and buffers of `module`, or those of these names.
+        """Exclude the `given` submodules, parameters and buffers of `module`, or their names.
 
-        The names in the attribute `_ddp_params_and_buffers_to_ignore` of the module count too. Raises TypeError and
-        ValueError for any other `given`; ValueError for `divided` parameters, of a layer that ranks share,
-        and for a submodule with a tensor that the rest of the module uses too.
+        The names in `module._ddp_params_and_buffers_to_ignore` are excluded too. Raises TypeError and ValueError for
+        any other `given`; ValueError for `divided` parameters, and for a submodule with a tensor that the rest of the
+        module uses too.
         """
         self.module = module
         self._names: set[str] = set()
-        """All names of parameters and buffers that each rank keeps."""
+        """All names of excluded parameters and buffers."""
         self._modules: list[str] = []
-        """Names of whole submodules."""
+        """Names of excluded submodules."""
         self._aliases: dict[int, list[str]] = defaultdict(list)
         for name, t in _tensors(module):
             self._aliases[id(t)].append(name)
@@ -64,9 +61,9 @@ class Shared:
         return key in self._names or any(_within(key, name) for name in self._modules)
 
     def own_parameters(self, given: Any) -> tuple[Tensor, ...]:
-        """Return the parameters that are `given` as `per_rank` later, and all that each rank keeps of the module.
+        """Return the parameters of a later `per_rank` setting, and all that each rank keeps of the module.
 
-        Raises ValueError for others of the module, which are reduced; TypeError as `as_list`.
+        Raises ValueError for parameters of the module that are reduced; TypeError as `as_list`.
         """
         found: dict[int, Tensor] = {id(p): p for p in self.kept}
         reduced = {id(p): name for name, p in self.named_parameters()}
@@ -117,15 +114,15 @@ class Shared:
 
 
 class SharedState:
-    """The state of an optimizer of torch without that of the parameters which each rank keeps for itself."""
+    """The state of an optimizer of torch, without that of parameters that each rank keeps for itself."""
 
     def __init__(self, optimizer: Optimizer, own: Container[int]) -> None:
-        """`own` are the ids of those parameters."""
+        """`own` are the ids of the excluded parameters."""
         self._optimizer = optimizer
         self._own = own
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as torch's, with the shared parameters numbered in their order."""
+        """Return a state in torch's form, with numbers of the shared parameters in their order."""
         state = self._optimizer.state_dict()
         numbers = self._numbers(state)
         place = {number: i for i, number in enumerate(chain.from_iterable(numbers))}
@@ -137,7 +134,7 @@ class SharedState:
         return {"state": {place[n]: each for n, each in state["state"].items() if n in place}, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave; what each rank keeps stays as it is. Raises ValueError for other groups."""
+        """Load `state` for the shared parameters only. Raises ValueError for other groups."""
         mine = self._optimizer.state_dict()
         numbers = self._numbers(mine)
         sizes = [len(of_group) for of_group in numbers if of_group]
@@ -164,7 +161,7 @@ class SharedState:
 
 
 def as_list(given: Any) -> list[nn.Module | Tensor | str]:
-    """Return the `given` value of `per_rank` as a list; raise TypeError for one of another kind."""
+    """Return the `given` value of `per_rank` as a list; raise TypeError for a wrong type."""
     one = isinstance(given, (Tensor, nn.Module, str))
     found = [] if given is None else [given] if one else list(given)
     if wrong := [type(each).__name__ for each in found if not isinstance(each, (Tensor, nn.Module, str))]:
@@ -176,10 +173,10 @@ def as_list(given: Any) -> list[nn.Module | Tensor | str]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return all parameters and buffers, by all of their names."""
+    """Return all parameters and buffers, with all their names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
 def _within(name: str, module: str) -> bool:
-    """Return True if `name` is that of the module, or of one in it, or of a tensor of these."""
+    """Return True if `name` is that of the module, or of a module or tensor in it."""
     return not module or name == module or name.startswith(f"{module}.")

@@ -38,7 +38,7 @@ from aiodist.streams import Modes
 from aiodist.types import Stateful, SumOrMean, sum_or_mean
 from aiodist.world.agree import agree
 
-_CHUNK = 1 << 20  # elements that are widened to float64 at a time
+_CHUNK = 1 << 20  # elements in float64 at a time
 
 
 # --- parameters and buffers ------------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ async def synchronize_parameters(
 def synchronize_buffers(module: HasState, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
     """Return an awaitable, after which all ranks have the buffers of `root`, or their mean.
 
-    All ranks call it with modules of the same structure, which is not compared here. It is issued at the call, and
-    raises at the call. Arguments are those of `synchronize_parameters`.
+    All ranks call it with modules of the same structure, which is not compared here. It is issued, and raises,
+    at the call. Arguments are those of `synchronize_parameters`.
     """
     _check_how(how, root, coll)
     named = named_state(module, parameters=False)
@@ -111,7 +111,7 @@ def _check_how(how: str, root: int, coll: Communicator) -> None:
 
 
 def share(tensors: Sequence[Tensor], coll: Communicator, how: str, root: int) -> Awaitable[None]:
-    """Issue what gives every rank the same `tensors`; they travel in the order of their dimensions."""
+    """Give every rank the same `tensors`, and return an awaitable; they are sent in the order of their dimensions."""
     kept = [distinct(t.detach()) for t in tensors]
     averaged = [t for t in kept if how == "mean" and (t.is_floating_point() or t.is_complex())]
     copied = [t for t in kept if how != "mean" or not (t.is_floating_point() or t.is_complex())]
@@ -126,7 +126,7 @@ def share(tensors: Sequence[Tensor], coll: Communicator, how: str, root: int) ->
         copies = Parcel.of(copied, None, fill=mine)
         copies.written = not mine
         parcels.append(copies)
-        # As bytes: a broadcast knows no arithmetic, so any dtype will do.
+        # As bytes, since a broadcast needs no dtype.
         calls.append(lambda: coll.broadcast([t.view(torch.uint8) for t in copies.flat], root))
 
     def finish() -> None:
@@ -137,7 +137,7 @@ def share(tensors: Sequence[Tensor], coll: Communicator, how: str, root: int) ->
 
 
 def distinct(t: Tensor) -> Tensor:
-    """Return one element of each that an expanded tensor shows many times."""
+    """Return `t` without repeated elements, if it is expanded."""
     if t.layout is torch.strided and not t.is_contiguous():
         for d, stride in enumerate(t.stride()):
             if stride == 0 and t.shape[d] > 1:
@@ -185,8 +185,8 @@ def synchronize_gradients(
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     check_memory(named)
     check_dense("the gradient of", [(name, p.grad) for name, p in named if p.grad is not None])
-    with torch.no_grad(), torch.inference_mode(False):  # what is made here becomes gradients
-        fresh: dict[Tensor, Tensor] = {}  # where there is none, or none that can be written to
+    with torch.no_grad(), torch.inference_mode(False):  # new tensors become gradients
+        fresh: dict[Tensor, Tensor] = {}  # for a missing or expanded gradient
         for _, p in named:
             if p.grad is None:
                 fresh[p] = torch.zeros_like(p)
@@ -217,11 +217,11 @@ def check_dense(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _census(named: Sequence[tuple[str, Tensor]], coll: Communicator) -> Tensor:
-    """Return two rows with a column for each parameter: is there a gradient, and what is 0 in total if ranks agree.
+    """Return two rows with a column for each parameter: 1 if it has a gradient, and its term of the balance.
 
-    [Note: balance] Rank 0 adds (size-1) times a number that stands for the parameter, the others subtract it. All
-    numbers are whole and below 2^53, so the total is exact in float64: 0 where all ranks have the same parameter.
-    Each number depends on those before it, so one that differs is not made good by the next.
+    [Note: balance] Rank 0 adds (size-1) times a hash of the parameter, and the others subtract the hash. All numbers
+    are whole and below 2^53, so the total is exact in float64: 0 if all ranks have the same parameter. Each hash
+    includes the earlier ones, so a later difference cannot cancel an earlier one.
     """
     weight = coll.size - 1 if coll.rank == 0 else -1
     used, balance, mark = [], [], 0
@@ -244,7 +244,7 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
 
 @contextmanager
 def _heard(coll: Communicator, what: str) -> Iterator[None]:
-    """The others wait for operations that this rank issues in this block of `what`: they hear where it is cancelled."""
+    """Abort `coll` if this block of `what` is cancelled, since the other ranks wait for its operations."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -258,7 +258,7 @@ def _heard(coll: Communicator, what: str) -> Iterator[None]:
 def _issue(
     calls: Sequence[Callable[[], Handle[Any]]], parcels: Sequence[Parcel], finish: Callable[[], None]
 ) -> Awaitable[None]:
-    """Make `calls`, and return what awaits all of them and then calls `finish`, also where its await is cancelled."""
+    """Issue `calls`; return an awaitable of their end and of `finish`, which runs even if the await is cancelled."""
     handles = [call() for call in calls]
 
     async def end() -> None:
@@ -271,7 +271,7 @@ def _issue(
     return asyncio.shield(asyncio.ensure_future(end()))
 
 
-# --- looking -----------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------
 
 
 @located
@@ -346,7 +346,7 @@ def _entries(path: str, x: object) -> Iterator[tuple[str, Tensor | Number | None
 
 
 def _figures(modes: Modes, entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
-    """Return mean and variance of the magnitudes of each entry, behind what the streams of `modes` have queued."""
+    """Return mean and variance of the magnitudes of each entry, after all queued work of the streams of `modes`."""
     with modes.applied():
         rows = [
             _mean_and_variance(x) if isinstance(x, Tensor) else (float(abs(x or 0)), 0.0)  # type: ignore[arg-type]
@@ -370,14 +370,14 @@ def _mean_and_variance(t: Tensor) -> tuple[float, float]:
 
 
 def _agreeing(table: Tensor, rtol: float) -> Tensor:
-    """Return for each entry of the table (size, entries, 2) whether all ranks have the same figures."""
+    """Return a flag for each entry of the table (size, entries, 2): True if all ranks have the same figures."""
     mean, variance = table.unbind(-1)
-    flat = variance.amax(0).sqrt() <= rtol * mean.amax(0)  # constant but for rounding
+    flat = variance.amax(0).sqrt() <= rtol * mean.amax(0)  # constant, apart from rounding
     return _close(mean, rtol) & (_close(variance, rtol) | flat)
 
 
 def _close(figures: Tensor, rtol: float) -> Tensor:
-    """Return for each column whether its figures, none of them negative, are within `rtol`, or equal, or all NaN."""
+    """Return a flag for each column: True if its figures, all above 0, are within `rtol`, or equal, or all NaN."""
     low, high = figures.amin(0), figures.amax(0)
     return (high == low) | (high.isfinite() & (high - low <= rtol * high)) | figures.isnan().all(0)
 

@@ -1,7 +1,7 @@
-"""Layers whose weights are divided among ranks, and the state of nets that have such layers.
+"""Layers with weights that are divided among ranks, and the state of nets with such layers.
 
-Ranks that divide a layer compute one loss, alike on all of them, of the same inputs. So, unlike in `functional`, that
-loss is the objective: a sum that all ranks go on with has a gradient that all of them know already. Source: Shoeybi et
+Ranks that divide a layer compute the same loss of the same inputs. So, unlike in `functional`, that loss is the
+objective: all ranks know the gradient of a sum that all of them use. Source: Shoeybi et
 al. 2019, Megatron-LM, arXiv 1909.08053.
 """
 
@@ -58,9 +58,9 @@ class SplitLayer(nn.Module):
                 setattr(self, name, nn.Parameter(_block(whole.detach(), coll, dim).clone()))
 
     def blocks(self) -> dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
-        """Return of each divided parameter the shape of the whole one, and where this rank's block begins and ends.
+        """Return the whole shape of each divided parameter, and begin and end of this rank's block in each dimension.
 
-        A checkpoint asks for it: one pair of numbers for each dimension.
+        Checkpoints use it.
         """
         found = {}
         for name, dim in self.splits:
@@ -72,7 +72,7 @@ class SplitLayer(nn.Module):
         return found
 
     def extra_repr(self) -> str:
-        """Return what `print` shows of it."""
+        """Return the arguments that `print` shows."""
         return f"{super().extra_repr()}, rank {self.coll.rank} of {self.coll.size}"
 
 
@@ -157,7 +157,7 @@ class RowLinear(SplitLayer, nn.Linear):
         whole = partial(_joined, self.coll, self.in_features)
         mine = input if self.split_input else _through(input, _mine(self.coll), whole)
         y = _through(linear(mine, self.weight), partial(_total, self.coll), _same)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # as autocast has it
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as under autocast
 
 
 class VocabEmbedding(SplitLayer, nn.Embedding):
@@ -207,11 +207,11 @@ class VocabEmbedding(SplitLayer, nn.Embedding):
         return _through(mine.masked_fill(elsewhere.unsqueeze(-1), 0), partial(_total, self.coll), _same)
 
 
-# --- where divided layers begin and end -------------------------------------------------------------------------------
+# --- inputs and outputs of divided layers -----------------------------------------------------------------------------
 
 
 class _Through(Function):
-    """Forward goes one way, backward the other, and backward of that the first again; all told with one line."""
+    """A function and its dual, which is its backward; reports name one line for both."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, there: _Way, back: _Way, line: Line) -> Tensor:
@@ -271,7 +271,7 @@ async def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     """
     state = module.state_dict()
-    # All are issued before the first await: cancelling that leaves nobody waiting.
+    # All are issued before the first await, so after a cancellation no rank waits.
     coming = [
         (key, dim, layer.coll.allgather(state[key].movedim(dim, 0).contiguous()))
         for key, layer, dim in _divided(module)
@@ -291,7 +291,7 @@ def split_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, A
 
 
 def divided_parameters(module: nn.Module) -> dict[nn.Parameter, Communicator]:
-    """Return the parameters of which each rank keeps a block, with the ranks that have the others."""
+    """Return the divided parameters, with the communicator of the ranks that share them."""
     layers = [layer for layer in module.modules() if isinstance(layer, SplitLayer)]
     blocks = ((getattr(layer, name), layer.coll) for layer in layers for name, _ in layer.splits)
     return {parameter: coll for parameter, coll in blocks if parameter is not None}
