@@ -1,4 +1,4 @@
-"""N12: codecs for gradients: what comes back, how many bytes travel, what is right in the mean, and what is left."""
+"""N12: codecs for gradients: the decoded values, the sent bytes, the mean, and the residual."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_n12_the_mean_of_many_codes_is_right(codec: GradientCodec) -> None:
 
 
 def test_n12_the_mean_over_many_calls_is_right() -> None:
-    """Of stretches that differ in length: three, three and four elements, again and again."""
+    """Stretches differ in length: three, three and four elements, again and again."""
     codec, t, at_once, calls = RandomK(0.3, scaled=True, seed=9), normal(10), 100, 1000
     many = t.repeat(at_once)
     back = torch.stack([codec.decode(codec.encode(many), t.dtype, many.numel()) for _ in range(calls)])
@@ -268,7 +268,7 @@ def test_n12_a_seed_says_what_is_drawn(make: Any) -> None:
 
 @pytest.mark.parametrize("codec", [QSGD(4), TernGrad(seed=5), RandomK(0.1, seed=5)], ids=str)
 def test_n12_exchanges_draw_by_their_number(codec: GradientCodec) -> None:
-    """So a net that goes on from a checkpoint, with a new codec, draws what it would have drawn."""
+    """So a net that continues from a checkpoint, with a new codec, draws the same values."""
     t = normal(3000)
 
     def drawn(by: GradientCodec, number: int) -> list[float]:
@@ -297,7 +297,7 @@ def test_n12_what_makes_no_sense_is_refused() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int, dtype: torch.dtype) -> None:
-    """The sums that came out, and what all ranks still keep, are all that went in."""
+    """The sums of all steps plus the residuals of all ranks equal the inputs."""
     shapes, steps = [(24, 20), (17,), (4, 5, 3, 3)], 12
     numel = sum(math.prod(shape) for shape in shapes)
     went_in = torch.zeros(numel, dtype=torch.float64)
@@ -314,7 +314,7 @@ def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int, dty
         residuals = [each.total for each in every_one]
     left = torch.stack(residuals).double()
     difference = (came_out + left.sum(0) - went_in).abs().max()
-    # With a residual RandomK(scaled=True) overshoots: what it keeps comes to be larger than what went in.
+    # With a residual RandomK(scaled=True) overshoots: its residual becomes larger than its input.
     largest = max(float(went_in.abs().max()), float(left.abs().max()))
     assert float(difference) <= 1e-6 * largest
 

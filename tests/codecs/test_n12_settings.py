@@ -1,4 +1,4 @@
-"""N12, P10: ranks compare the type and the settings of a codec, and never where it lies in memory."""
+"""N12, P10: ranks compare the type and the settings of a codec, and never its address."""
 
 from __future__ import annotations
 

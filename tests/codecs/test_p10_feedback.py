@@ -58,7 +58,7 @@ def test_p10_all_elements_are_sent_in_time() -> None:
     feedback = ErrorFeedback(codec)
     came = sum(codec.decode(feedback.encode("w", t), t.dtype, t.numel()) for _ in range(1000))
     assert isinstance(came, Tensor)
-    assert bool((came > 0.7 * 1000 * t).all())  # none waits for ever
+    assert bool((came > 0.7 * 1000 * t).all())  # no thread waits without end
 
 
 def test_p10_keys_are_apart_and_can_be_forgotten() -> None:
@@ -151,7 +151,7 @@ def test_p10_both_sides_agree_and_converge(codec: Codec, dtype: torch.dtype) -> 
     decoded = torch.zeros(0)
     for _ in range(150):  # it stands still
         decoded = pass_on(outgoing, incoming, t)
-    if not (isinstance(codec, QSGD) and codec.bits == 2):  # of which nothing is promised
+    if not (isinstance(codec, QSGD) and codec.bits == 2):  # without any promise
         error = (decoded.double() - t.double()).abs()
         assert bool((error <= t.double().abs() * torch.finfo(dtype).eps).all())
 

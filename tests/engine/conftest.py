@@ -1,4 +1,4 @@
-"""What the tests of the engine share: a small model, the batches of each rank, and the loop of one process."""
+"""Helpers of the tests of the engine: a small model, the batches of each rank, and the loop of one process."""
 
 from __future__ import annotations
 

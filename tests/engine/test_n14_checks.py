@@ -57,7 +57,7 @@ async def test_n14_debug_names_a_loss_that_is_not_finite(coll: Communicator, bad
 
 @pytest.mark.ranks(1)
 async def test_n14_the_users_hooks_come_behind_ours(coll: Communicator) -> None:
-    """What is checked is what they find."""
+    """The checks see their values."""
     engine = await made(coll, debug=True)
     seen: list[int] = []
     engine.on("criterion", lambda state: seen.append(state.step))
@@ -222,7 +222,7 @@ async def test_n14_other_operations_on_the_same_parameters(coll: Communicator) -
 
 @pytest.mark.ranks(1, 2)
 async def test_n14_a_parameter_that_is_new(coll: Communicator) -> None:
-    """Its gradients would be reduced by nobody."""
+    """No net would reduce its gradients."""
     engine = await made(coll)
 
     @engine.on("epoch")

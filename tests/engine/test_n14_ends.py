@@ -22,7 +22,7 @@ EVENTS = ["start", "sample", "forward", "criterion", "backward", "update", "epoc
 
 
 class Broken(Exception):
-    """What a rank raises in these tests."""
+    """The error of a rank in these tests."""
 
 
 async def made(coll: Communicator, *, pipelined: bool = False, sharded: bool = False, **options: Any) -> Engine:
@@ -35,7 +35,7 @@ async def made(coll: Communicator, *, pipelined: bool = False, sharded: bool = F
 
 
 async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
-    """The rank that failed raises its own error, and the others are told of it with its traceback."""
+    """The rank that failed raises its own error, and the others get its traceback."""
     if coll.rank == guilty:
         with pytest.raises(Broken, match="here"):
             await train
@@ -51,7 +51,7 @@ async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("event", EVENTS)
 async def test_n14_a_hook_that_raises(coll: Communicator, event: Any, at: int) -> None:
-    """In the first step, and in the last one of an epoch, behind which the others make no other."""
+    """In the first step, and in the last one of an epoch, after which the others make no step."""
     guilty = coll.size - 1
     engine = await made(coll)
 
@@ -312,7 +312,7 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(made: bool, ticks: int) -
 
     async def program() -> tuple[str, float]:
         seen = "", 0.0
-        # Rank 0 tells it with its net too, where this rank may have left already: closing that net meets no other rank.
+        # Rank 0 reports it with its net too, and this rank may have left already: closing that net meets no rank.
         with suppress(CommunicatorAborted):
             async with aiodist.init() as coll:
                 net = await DataParallel.create(Job.build(), coll) if made else None
@@ -347,7 +347,7 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(made: bool, ticks: int) -
 @pytest.mark.parametrize("event", ["start", "epoch"])
 @pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10])
 def test_n14_a_rank_that_is_cancelled_between_epochs(event: Literal["start", "epoch"], ticks: int) -> None:
-    """It gave up the engine's communicator alone: others, in the next epoch already, waited for its gradients."""
+    """It aborted the engine's communicator alone: others, in the next epoch already, waited for its gradients."""
 
     async def program() -> tuple[str, float]:
         async with aiodist.init() as coll:

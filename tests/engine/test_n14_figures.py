@@ -1,4 +1,4 @@
-"""N14: metrics over all ranks, tests, and what is shown."""
+"""N14: metrics over all ranks, tests, and the display."""
 
 import math
 import re

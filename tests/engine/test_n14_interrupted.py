@@ -1,4 +1,4 @@
-"""N14: Ctrl-C while an engine trains: all ranks end with 130, and a later program goes on from a checkpoint."""
+"""N14: Ctrl-C while an engine trains: all ranks end with 130, and a later program continues from a checkpoint."""
 
 from __future__ import annotations
 

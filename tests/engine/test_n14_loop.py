@@ -1,4 +1,4 @@
-"""N14: what the engine trains is what the bare loop would, and hooks come in order."""
+"""N14: the engine trains like the bare loop, and hooks come in order."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ STEP = ["sample", "forward", "criterion", "backward", "update"]
 
 
 def noted(engine: Engine, into: list[str]) -> None:
-    """Have each event be noted, by a plain function and then by a coroutine function."""
+    """Note each event, by a plain function and then by a coroutine function."""
     for event in EVENTS:
 
         def plain(state: State, event: str = event) -> None:
@@ -280,7 +280,7 @@ class Named(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["arguments", "keywords", "split"])
 async def test_n14_forms_of_samples(coll: Communicator, form: str) -> None:
-    """The network itself may return the loss, of a dict; or a function says what is input and what target."""
+    """The network itself may return the loss, of a dict; or a function returns input and target."""
     torch.manual_seed(coll.rank)
     net = await DataParallel.create(Named(), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -298,7 +298,7 @@ async def test_n14_forms_of_samples(coll: Communicator, form: str) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n14_kinds_of_loaders(coll: Communicator) -> None:
-    """A DataLoader whose sampler is told the epoch, an async generator, what `prefetch` returned."""
+    """A DataLoader whose sampler has `set_epoch`, an async generator, the result of `prefetch`."""
     x, y = (torch.cat(parts) for parts in zip(*Job.pairs(0, 8), strict=True))
     sampler = ShardSampler(len(x), coll, shuffle=True, drop_last=True)
     loader: Any = DataLoader(TensorDataset(x, y), batch_size=5, sampler=sampler)

@@ -1,4 +1,4 @@
-"""N14: a training that was stopped goes on exactly where it was."""
+"""N14: a stopped training continues exactly at its last step."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""W3: an engine goes on with other ranks; ranks are tasks of this process, and are killed at any moment."""
+"""W3: an engine continues with other ranks; ranks are tasks of this process, and are killed at any moment."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def train(number: int, kind: str) -> Any:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", ["adam", "pipelined"])
 def test_w3_an_engine_makes_each_step_once_whichever_ranks_die(kind: str, seed: int) -> None:
-    """Of four ranks two are killed; others join after two epochs. One process comes to the same."""
+    """Two of four ranks are killed; others join after two epochs. One process comes to the same."""
     said = survivors(4, lambda number: train(number, kind), seed, within=3000, drawn=f"{kind} {seed}")
     held, counts, modules, steps, figures = zip(*said, strict=True)
     assert len(said) >= 2

@@ -174,7 +174,7 @@ async def test_n10_in_an_evaluation_task_under_inference_mode(coll: Communicator
 @pytest.mark.parametrize("work", [assert_synchronized, synchronize_parameters])
 @pytest.mark.parametrize("seed", range(2))
 def test_n10_n1_a_rank_that_is_cancelled_amid_it(work: Callable[..., Any], seed: int) -> None:
-    """The others hear of it at once, unless all that they need of it is on its way."""
+    """The others raise, unless all its figures are in flight."""
 
     async def program(ticks: int) -> str:
         async with aiodist.init() as coll:

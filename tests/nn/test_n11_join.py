@@ -1,4 +1,4 @@
-"""N11: ranks whose data end early wait for those that go on, and in the end all have the same."""
+"""N11: ranks without more data wait for the others, and in the end all have the same state."""
 
 import asyncio
 import copy
@@ -111,7 +111,7 @@ async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelined: bool) -> None:
-    """Those of `settings`, on ranks that have made other numbers of steps; also where they are given."""
+    """The settings of the net, on ranks with different numbers of steps; also where they are given."""
     net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=100, first_bucket_bytes=1)
     scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
     schedules = [CosineAnnealingLR(each, 9) for each in (opt.optimizers if pipelined else [opt])]
@@ -153,7 +153,7 @@ async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> No
 
 @pytest.mark.ranks(2)
 async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) -> None:
-    """Those of NAdam are float32, also where the parameters are not."""
+    """State of NAdam is float32, also where the parameters are not."""
     net = await DataParallel.create(Trial.Mlp().to(torch.bfloat16), coll)
     opt = torch.optim.NAdam(net.parameters())
     x = torch.ones(5, 6, dtype=torch.bfloat16)
@@ -191,7 +191,7 @@ async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: Literal["mean", "sum"]) -> None:
-    """What was reduced while a rank had data counts whole when it has none."""
+    """Gradients that were reduced while a rank had data count fully later."""
     for counts in counts_of(coll):
         net = await DataParallel.create(Trial.Mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
         seen = []
@@ -205,7 +205,7 @@ async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: 
             for rank in active:
                 (Trial.loss(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
             torch.testing.assert_close(found, [parameter.grad for parameter in expected.parameters()])
-        for step in range(max(counts)):  # behind the block all have the last reduction, and go on from there
+        for step in range(max(counts)):  # after the block all have the last reduction, and continue from there
             active = [rank for rank, count in enumerate(counts) if len(seen) <= step < count]
             for rank in active:
                 (Trial.loss(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
@@ -221,7 +221,7 @@ async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: 
 
 @pytest.mark.ranks(1)
 async def test_n11_what_is_no_optimizer_is_refused(coll: Communicator) -> None:
-    """At the call, and not behind the last batch, where the others would wait."""
+    """The call raises, before the first batch, since the others would wait after the last one."""
     net = await DataParallel.create(Trial.Mlp(), coll)
     with pytest.raises(TypeError, match=r"join\(list\): expected optimizers, as `net\.join\(opt\)`"):
         async with net.join([MOMENTUM(net.parameters())]):  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ async def test_n11_what_is_no_optimizer_is_refused(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -> None:
-    """Where none is given."""
+    """Without an argument."""
     net, opt = await Trial.made(coll, "momentum")
     counts = (1, 3)
     async with net.join():
@@ -244,7 +244,7 @@ async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -
 
 @pytest.mark.ranks(3)
 async def test_n11_a_rank_that_made_no_step_knows_of_no_optimizer(coll: Communicator) -> None:
-    """All are told, the one that has it too, and nothing is shared; with the optimizer given all is well."""
+    """All ranks raise, also the one with an optimizer, and nothing is shared; with the optimizer given all is well."""
     net, opt = await Trial.made(coll, "momentum")
 
     async def train(*given: torch.optim.Optimizer) -> None:
@@ -288,7 +288,7 @@ async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
-    """What `net.backward_iter` yields is the mean over those that have data already."""
+    """`net.backward_iter` yields the mean over the ranks with data."""
     counts = (1, 2)
     net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     expected = Trial.Mlp()
@@ -323,7 +323,7 @@ async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
 @pytest.mark.parametrize("where", ["loader", "forward"])
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where: str, pipelined: bool) -> None:
-    """The others get it as a RemoteError, those that wait at the end of the block too; then all go on together."""
+    """The others get it as a RemoteError, those that wait at the end of the block too; then all continue together."""
     net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
     counts = (1, 3, 5)  # rank 0 waits at the end when rank 1 fails
 

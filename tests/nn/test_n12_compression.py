@@ -1,4 +1,4 @@
-"""N12: gradients that travel as codes: as by hand, with residuals that outlive failures, and what goes with them."""
+"""N12: gradients that travel as codes: as by hand, with residuals that outlive failures, and their state."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ async def test_n12_residuals_follow_the_scale_of_a_scaler(coll: Communicator) ->
         async with net:
             opt = torch.optim.SGD(module.parameters(), lr=0.1)
             for step in range(6):
-                if step == 4:  # what is saved goes on
+                if step == 4:  # a saved state continues
                     assert net.compressor is not None
                     net.compressor.load_state_dict(net.compressor.state_dict())
                 await net.step(lambda net=net, step=step: Trial.loss(net, coll.rank, step), opt)

@@ -34,7 +34,7 @@ def gradients(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
 async def test_n12_parts_of_a_narrow_bucket_lose_nothing(
     coll: Communicator, codec: Codec, dtype: torch.dtype, op: Literal["mean", "sum"]
 ) -> None:
-    """What came out in all steps, and what is left in the residuals, is what went in; each step is right to rounding.
+    """The outputs of all steps plus the residuals equal the inputs; each step is right to rounding.
 
     A bucket has all parameters, and a part of it 37 elements: parts begin and end within parameters, the last is short.
     """

@@ -19,7 +19,7 @@ from aiodist.nn import DataParallel, functional
 
 Op = Callable[[Tensor, Communicator], Any]
 Meaning = Callable[[list[Tensor]], list[Tensor]]
-"""What each rank gets of what all gave."""
+"""The result of each rank, by the inputs of all."""
 
 
 def rows_to(rank: int, size: int) -> list[int]:
@@ -43,7 +43,7 @@ def blocks(t: Tensor, size: int) -> list[Tensor]:
 
 
 Shape = Callable[[int, int], tuple[int, ...]]
-"""What `rank` of `size` gives."""
+"""The input of `rank` of `size`."""
 SAME: Shape = lambda rank, size: (5, 2)  # noqa: E731
 KINDS: dict[str, tuple[Op, Shape, Meaning]] = {
     "sum": (functional.allreduce, SAME, lambda ts: [sum(ts)] * len(ts)),  # type: ignore[list-item]
@@ -150,7 +150,7 @@ async def test_n13_a_rank_whose_input_needs_no_gradient_takes_part(coll: Communi
 
 @pytest.mark.ranks(3)
 async def test_n13_backward_issues_in_the_reverse_order_of_the_calls(coll: Communicator) -> None:
-    # Two branches whose code goes on in another order on each rank, and a shape of its own for each collective.
+    # Two branches whose code continues in another order on each rank, and a shape of its own for each collective.
     own = await coll.dup(thread=True)
     x = torch.randn(6, requires_grad=True)
     ts = [x[: 3 + i] * (i + 1) for i in range(4)]

@@ -242,7 +242,7 @@ async def test_n3_create_gives_the_shared_state_of_an_optimizer(coll: Communicat
 
 
 class Loads(SGD):
-    """Its state may have any form, so that it is no part of what ranks give one another."""
+    """The state may have any form, so ranks do not share it."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

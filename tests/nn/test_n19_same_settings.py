@@ -1,4 +1,4 @@
-"""N19: settings that differ by rank are told at the first step in which they do, with the values."""
+"""N19: settings that differ by rank raise at the first such step, with the values."""
 
 from __future__ import annotations
 

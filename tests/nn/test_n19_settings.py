@@ -32,7 +32,7 @@ async def optimizers(
 
 
 async def finished_step(net: DataParallel, opt: Any, *step: Any) -> None:
-    """Make a step to its end, which tells of its errors."""
+    """Make a step to its end, which raises its errors."""
     await net.step(step[0], opt, *step[1:])
     await finish(opt)
 
@@ -114,7 +114,7 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(coll: Communicator, pi
 
 @pytest.mark.ranks(1, 2)
 async def test_n19_a_scaler_that_finds_no_gradient(coll: Communicator) -> None:
-    """All ranks are told so, and the next step works; without a scaler it moves nothing, as in torch."""
+    """All ranks raise, and the next step works; without a scaler it moves nothing, as in torch."""
 
     def loss(used: range) -> Tensor:
         return torch.stack([module[i].weight.square().sum() for i in used]).sum()

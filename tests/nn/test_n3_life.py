@@ -157,7 +157,7 @@ def test_n3_a_program_that_fails_ends(when: str) -> None:
                     return Trial.loss(net, coll.rank, 0)
 
                 work = asyncio.ensure_future(net.step(forward, opt))
-            # It may hear of the other rank before it is cancelled: nobody else looks how it ends.
+            # It may hear of the other rank before it is cancelled: no other code reads its result.
             work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             await reached.wait()
             if when == "the others' step":
@@ -258,7 +258,7 @@ async def test_n3_leave_that_another_task_gives(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator) -> None:
-    """Its thread ends, and its parameters belong to none."""
+    """The thread ends, and the parameters belong to no net."""
     module = nn.Linear(2, 2)
     net = await DataParallel.create(module, coll)
     held = threading.Event()
@@ -280,7 +280,7 @@ async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("work", ["step", "backward", "accumulate", "gradients", "optimizer"])
 async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(coll: Communicator, work: str) -> None:
-    """It would be written beside what the compute thread reads and writes; behind that it is loaded."""
+    """The compute thread reads and writes the parameters meanwhile; after the step the state is loaded."""
     net, opt = await Trial.made(coll, **Trial.SMALL)
     state = Trial.Mlp(5).state_dict()
     begun, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""N5: the module stays the caller's own: its names, copies of it, wrapping it again, and what cannot be wrapped."""
+"""N5: the module stays the caller's own: its names, copies of it, wrapping it again, and modules that fail."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_n5_copies_are_plain_modules(coll: Communicator, how: str) -> None
         file.seek(0)
         twin = torch.load(file, weights_only=False)
     Trial.assert_same(net, twin)
-    Trial.loss(twin, coll.rank, 2).backward()  # its gradients are its own, and nobody minds
+    Trial.loss(twin, coll.rank, 2).backward()  # its gradients are its own, and raise nothing
     alone = Trial.Mlp()
     alone.load_state_dict(net.state_dict())
     Trial.loss(alone, coll.rank, 2).backward()
@@ -105,7 +105,7 @@ async def test_n5_closing_takes_the_hooks_off(coll: Communicator) -> None:
         grads = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
         assert (grads[0] is None) == (times == 0)
         module.zero_grad()
-        Trial.loss(module, coll.rank, 0).backward()  # nobody minds any more
+        Trial.loss(module, coll.rank, 0).backward()  # nothing raises any more
         module.zero_grad()
     alone = Trial.Mlp()
     theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
@@ -240,7 +240,7 @@ async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, ch
 
 @pytest.mark.ranks(2)
 async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator) -> None:
-    """All ranks are told, and go on once they are gone. Frozen ones, another net's and a new name of one do no harm."""
+    """All ranks raise, and continue once they are gone. Frozen ones, another net's and a new name of one do no harm."""
     net = await trained(coll)
     other = await DataParallel.create(Trial.Mlp(), coll)
     net.module[0].other = other.module

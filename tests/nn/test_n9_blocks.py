@@ -216,7 +216,7 @@ class Stops(nn.Linear):
 
 @pytest.mark.ranks(2)
 async def test_n9_a_block_is_reduced_while_the_next_one_runs_backward(coll: Communicator) -> None:
-    """The backward of each block waits until the gradients of the one behind it are there, reduced."""
+    """The backward of each block waits until the gradients of the next one are reduced."""
     torch.manual_seed(3)
     module = BlockSequential([Stops(6, 6) for _ in range(6)], blocks=3)
     net = await DataParallel.create(module, coll)

@@ -1,4 +1,4 @@
-"""W3: a net goes on on another world, after deaths and with new ranks; ranks are tasks of this process."""
+"""W3: a net continues on another world, after deaths and with new ranks; ranks are tasks of this process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: str, seed: int) -> None:
-    """Of four ranks two are killed, in a step, while the others rebind or before there is a net; then one joins."""
+    """Two of four ranks are killed, in a step, while the others rebind or before there is a net; then one joins."""
     steps = 40
     said = survivors(4, lambda number: train(number, kind, steps, 30), seed, within=1500)
     sizes, counts, held, modules = zip(*said, strict=True)
@@ -113,7 +113,7 @@ async def train_pipelined(number: int, steps: int, grows_at: int, *, scheduled: 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) -> None:
-    """Of four ranks two are killed at any moment, then others join; each step is made once all the same.
+    """Two of four ranks are killed at any moment, then others join; each step is made once all the same.
 
     With odd seeds a scheduler for each bucket is a setting of the net; one that joins gets the states of the others'.
     """
@@ -168,7 +168,7 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(compress: T
     async def main(ticks: int) -> None:
         async with aiodist.init() as coll:
             making = asyncio.ensure_future(DataParallel.create(build(0), coll, compress=compress))
-            making.add_done_callback(lambda made: made.cancelled() or made.exception())  # nobody awaits it
+            making.add_done_callback(lambda made: made.cancelled() or made.exception())  # no code awaits it
             for _ in range(ticks):
                 await asyncio.sleep(0)
             seen.add(making.done())
@@ -197,7 +197,7 @@ def test_w3_where_the_one_that_gives_dies_meanwhile_nobody_has_half_of_it(turns:
             if number == 2:
                 opt.step()
                 states.append(bytes_of(module, opt))
-            coll = await coll.shrink()  # nobody was lost: all come to another world
+            coll = await coll.shrink()  # no rank was lost: all come to another world
             while True:
                 try:
                     rebinding = net.rebind(coll, opt)
@@ -242,7 +242,7 @@ def test_w3_gradients_that_are_compressed_and_a_scaler_go_on_too() -> None:
 
 
 class Unable:
-    """A driver that cannot go on."""
+    """A driver that cannot continue."""
 
     pending = False
 
@@ -408,7 +408,7 @@ def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[
 
 
 def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
-    """On each rank two steps in a row fail in part, the second in another bucket; then they are made as if anew."""
+    """On each rank two steps in a row fail in part, the second in another bucket; then they are made as new ones."""
 
     async def main(number: int) -> Any:
         async with aiodist.init(elastic=True) as coll:
@@ -434,7 +434,7 @@ def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("turns", range(0, 24, 2))
 def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) -> None:
-    """A step had failed in part before; rank 2 dies in the one behind the load."""
+    """A step had failed in part before; rank 2 dies in the step after the load."""
 
     async def main(number: int) -> Any:
         made: list[torch.optim.Optimizer] = []
@@ -473,7 +473,7 @@ async def whole_step(net: DataParallel, opt: PipelinedOptimizer, forward: Any) -
 
 
 def test_w3_a_state_that_was_loaded_is_not_taken_back() -> None:
-    """A pipelined update has failed in part; the program loads other parameters, and goes on elsewhere."""
+    """A pipelined update has failed in part; the program loads other parameters, and continues elsewhere."""
 
     async def main(number: int) -> Any:
         made: list[torch.optim.Optimizer] = []
@@ -493,7 +493,7 @@ def test_w3_a_state_that_was_loaded_is_not_taken_back() -> None:
 
 
 def test_w3_what_an_update_has_changed_is_taken_back_to_the_bit() -> None:
-    """State of float32 beside parameters of 16 bits, and the scale of a scaler."""
+    """State of float32 for parameters of 16 bits, and the scale of a scaler."""
 
     class Wide(SometimesFails):
         def step(self, closure: Any = None) -> Any:
