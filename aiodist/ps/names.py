@@ -1,4 +1,4 @@
-"""The tensors that this rank knows by name, what a call means by `what`, and what else it may be given."""
+"""The names that this rank has passed to `init`, and the checks of the arguments of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aiodist.backends.base import dtype_name
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
-from aiodist.ps.row_store import check_settings as check_row_settings
+from aiodist.ps.row_store import optimizer_of
 from aiodist.ps.rows import TableSpec
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Span
@@ -24,13 +24,13 @@ from aiodist.streams.writes import check_writable
 
 @dataclass(eq=False, slots=True)
 class NameEntry:
-    """A name as this rank sees it."""
+    """A name on this rank."""
 
     name: str
     tensor: Tensor | None
-    """Where it lies here; None for an object and a table."""
+    """This rank's tensor, or None for an object or a table."""
     rule_number: int
-    """That of the rule on the wire."""
+    """Number of the rule on the wire."""
     rule: Rule
     spans: tuple[Span, ...] = ()
     codec: ObjectCodec | None = None
@@ -40,9 +40,9 @@ class NameEntry:
     shape: tuple[int, ...] = ()
     key: int = -1
     base: int = 0
-    """The version that this rank last read."""
+    """Version that this rank last read."""
     open: set[int] = field(default_factory=set)
-    """The numbers of this rank's pushes and pulls of it that are not over."""
+    """Numbers of this rank's pushes and pulls in flight."""
     _watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +56,7 @@ class NameEntry:
         return self.tensor is not None and not self.tensor.requires_grad
 
     def when_over(self, call: Callable[[], None]) -> None:
+        """Call `call` once no push or pull of the name is in flight."""
         self._watch = call
         self.part_over(0)
 
@@ -66,37 +67,38 @@ class NameEntry:
             watch()
 
     def check(self, value: object, name: str = "values") -> Tensor:
-        """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
+        """Return `value`; raise TypeError or ValueError unless it is a tensor of the dtype and shape of `init`."""
         if self.table is not None:
             raise TypeError(f"{self.name!r} is a table of rows: expected its own push(ids, ...) and pull(ids)")
-        return checked_as(value, name, self.name, self.dtype, self.shape, ", as it was init()ed")
+        return checked_as(value, name, self.name, self.dtype, self.shape, ", as passed to init()")
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}{list(self.shape)} {self.name!r}"
 
 
 class Names:
-    """What this rank has init()ed, in order."""
+    """The names of this rank, in the order of the `init` calls."""
 
     def __init__(self) -> None:
         self._entries: dict[str, NameEntry | str] = {}
-        """In the order of the calls that made them known; the name of the call while that, or `free`, is not over."""
-        self._names: dict[int, list[str]] = {}  # one tensor may have several
+        """Entries by name, or "init" or "free" while that call is in flight."""
+        self._names: dict[int, list[str]] = {}
+        """Names by id of the tensor."""
         self.first: tuple[str, ...] = ()
-        """What `what=None` means."""
+        """Names that the server was opened with, which `what=None` means."""
 
     def check_new(self, name: str) -> None:
         known = self._entries.get(checked_name(name))
         if isinstance(known, str):
-            raise KeyError(f"{known} of {name!r} is not over: await it first")
+            raise KeyError(f"{known} of {name!r} is in flight: await it first")
         if known is not None:
-            raise KeyError(f"{name!r} was init()ed already: free() it first")
+            raise KeyError(f"{name!r} is a name already: free() it first")
 
     def announce(self, names: Sequence[str]) -> None:
         self._entries.update(dict.fromkeys(names, "init"))
 
     def settle(self, name: str, entry: NameEntry | None) -> None:
-        """The call that changes `name` is over: it is `entry` from now on, or not at all."""
+        """End the call that changes `name`, which now has that entry, or none."""
         if entry is None:
             self._entries.pop(name, None)
             return
@@ -105,7 +107,7 @@ class Names:
             self._names.setdefault(id(entry.tensor), []).append(name)
 
     def remove(self, entry: NameEntry) -> None:
-        """Know it no more; `settle` follows."""
+        """Remove a name until `settle`."""
         self._entries[entry.name] = "free"
         self.first = tuple(name for name in self.first if name != entry.name)
         if entry.tensor is not None:
@@ -121,47 +123,47 @@ class Names:
     def __contains__(self, name: str) -> bool:
         return isinstance(self._entries.get(name), NameEntry)
 
-    def __getitem__(self, name: str) -> NameEntry:
-        entry = self._entries.get(name)
+    def __getitem__(self, one: object) -> NameEntry:
+        """Return the entry of a name or of a tensor."""
+        if isinstance(one, Tensor):
+            names = self._names.get(id(one))
+            if names is None:
+                shape = f"{one.dtype}{list(one.shape)}"
+                raise ValueError(
+                    f"a tensor {shape} without a name: expected a tensor passed to init(), {self._listed()}"
+                )
+            one = names[0]
+        elif not isinstance(one, str):
+            raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
+        entry = self._entries.get(one)
         if not isinstance(entry, NameEntry):
-            raise KeyError(f"unknown name {name!r}: expected one that this rank has init()ed, {self._listed()}")
+            raise KeyError(f"unknown name {one!r}: expected a name passed to init() on this rank, {self._listed()}")
         return entry
 
     def resolve(self, what: object) -> tuple[list[NameEntry], bool]:
-        """Return what a call means, and whether it is a single one.
+        """Return the entries of a call, and True for a single name or tensor.
 
-        Raises KeyError for a name, ValueError for a tensor that was not init()ed here, TypeError for anything else.
+        Raises KeyError for an unknown name, ValueError for an unknown tensor, TypeError for anything else.
         """
         if isinstance(what, str | Tensor):
-            return [self._one(what)], True
+            return [self[what]], True
         if what is None:
             what = self.first
         elif isinstance(what, nn.Module):
             what = what.parameters()
         if isinstance(what, Iterable):
-            return [self._one(one) for one in what], False
+            return [self[one] for one in what], False
         raise TypeError(
             f"what is {type(what).__name__}: expected None, a name, a tensor or parameter, a list of these, or a module"
         )
 
-    def _one(self, one: object) -> NameEntry:
-        if isinstance(one, str):
-            return self[one]
-        if not isinstance(one, Tensor):
-            raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
-        names = self._names.get(id(one))
-        if names is None:
-            shape = f"{one.dtype}{list(one.shape)}"
-            raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
-        return self[names[0]]
-
     def _listed(self) -> str:
         names = ", ".join(map(repr, self.names[:8]))
-        return f"which are {names}{', ...' if len(self.names) > 8 else ''}" if names else "of which there are none"
+        return f"such as {names}{', ...' if len(self.names) > 8 else ''}" if names else "but there are none"
 
 
 def named(tensors: object) -> dict[str, Tensor]:
-    """Return tensors by name: of a module its parameters, of a mapping its own, of an iterable "0", "1" and so on."""
+    """Return tensors by name: a module's parameters, a mapping's items, or an iterable's tensors as "0", "1", ..."""
     found: Mapping[Any, Any]
     if tensors is None:
         return {}
@@ -179,7 +181,7 @@ def named(tensors: object) -> dict[str, Tensor]:
 
 
 def checked(t: object, name: str) -> Tensor:
-    """Return `t`; raise unless it is a tensor, on the CPU or a CUDA device, whose memory is what it means."""
+    """Return `t`; raise unless it is a tensor on the CPU or a CUDA device, and no conjugated or negated view."""
     t = check_tensor(t, name)
     if not (t.is_cpu or t.is_cuda):
         raise ValueError(f"{name} lives on {t.device}: expected the CPU or a CUDA device, see .cpu()")
@@ -205,7 +207,7 @@ def checked_name(name: object) -> str:
 
 
 class Pushed(NamedTuple):
-    """What goes up for one name."""
+    """The push of one tensor."""
 
     entry: NameEntry
     value: Tensor
@@ -220,11 +222,11 @@ def pushed_of(
     wanted: tuple[int, Rule] | None,
     alpha: float,
 ) -> list[Pushed]:
-    """Return what goes up, by the rule that is wanted, else that of each; it comes with its number.
+    """Return the pushes of one call, by the `wanted` rule with its number, or by each tensor's rule.
 
-    Of several, frozen parameters are left out where their gradients are meant.
+    A list skips frozen parameters without a value, if the rule takes gradients.
     """
-    if single:  # what is called most often
+    if single:  # the most frequent call
         return [_pushed(entries[0], values, *(wanted or (entries[0].rule_number, entries[0].rule)), alpha)]
     given = [values] * len(entries) if values is None else listed("values", values)
     if len(given) != len(entries):
@@ -239,14 +241,14 @@ def pushed_of(
 
 def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
     if entry.codec is not None and (number != entry.rule_number or alpha != 1):
-        told = f"rule {rule.name}, alpha={alpha} for the object {entry.name!r}"
-        raise ValueError(f"{told}: expected copy and 1, servers look at no object")
+        given = f"rule {rule.name}, alpha={alpha} for the object {entry.name!r}"
+        raise ValueError(f"{given}: expected copy and 1, since servers do not decode objects")
     if type(alpha) is not float or alpha != 1 or rule is not entry.rule:
         rule.check(entry.dtype, alpha)
     if entry.codec is not None:
         return Pushed(entry, entry.codec.encode(value), number)
     t = entry.tensor
-    if value is None and t is not None:  # else it is a table, which `check` refuses
+    if value is None and t is not None:  # `check` refuses a table
         value = t.grad if rule.takes_gradients else t
         if value is None:
             raise ValueError(f"{entry.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
@@ -254,9 +256,9 @@ def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float)
 
 
 def check_apart(pushed: Sequence[Pushed], entries: Sequence[NameEntry], outs: Sequence[Tensor | None]) -> None:
-    """Raise ValueError where a tensor of `outs` overlaps what is pushed, unless it is that of the same name.
+    """Raise ValueError if a tensor of `outs` overlaps a pushed one, except the same tensor for the same name.
 
-    Servers answer apart: what comes from one would be written over what another has still to read.
+    The answer of one server could overwrite values that another has not read.
     """
     starts = sorted((each.value.data_ptr(), i) for i, each in enumerate(pushed) if each.value.nbytes)
     ends = list(accumulate((start + pushed[i].value.nbytes for start, i in starts), max))
@@ -270,16 +272,16 @@ def check_apart(pushed: Sequence[Pushed], entries: Sequence[NameEntry], outs: Se
             itself = other is entry and start == first and value.nbytes == out.nbytes
             if not itself and start + value.nbytes > first:
                 raise ValueError(
-                    f"out for {entry.name!r} overlaps the values for {other.name!r} without being them: expected the "
-                    "values of the same tensor, or other memory"
+                    f"out for {entry.name!r} overlaps the values for {other.name!r}, but is not the same tensor: "
+                    "expected the values of the same tensor, or other memory"
                 )
             place -= 1
 
 
 def outs_of(entries: Sequence[NameEntry], out: Any, single: bool) -> list[Tensor | None]:  # noqa: ANN401
-    """Return where what comes down goes: nowhere yet, for an object.
+    """Return the tensor that each pulled tensor is written to, or None for an object.
 
-    Raises RuntimeError for one that autograd records; parameters that were init()ed are there to be written.
+    Raises RuntimeError for a tensor that autograd records, unless it is a parameter passed to `init`.
     """
     given = [None] * len(entries) if out is None else ([out] if single else listed("out", out))
     if len(given) != len(entries):
@@ -302,7 +304,9 @@ def listed(name: str, given: object) -> list[Any]:
 def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
     """Raise ValueError or TypeError unless the rule of `entry` has these settings and takes these values."""
     if entry.table is not None:
-        check_row_settings(entry.table, settings, entry.name)
+        if (optimizer := optimizer_of(entry.table)) is None:
+            raise ValueError(f"the table {entry.name!r} has no optimizer: expected one for {', '.join(settings)}")
+        optimizer.configure(settings)
         return
     with torch.inference_mode(False):
         trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype, device="cpu"))

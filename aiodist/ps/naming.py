@@ -1,4 +1,4 @@
-"""The names of a parameter server, tensors and tables: made known, freed, and their rules' settings changed."""
+"""The calls that register and free names of tensors, objects and tables, and change the settings of their rules."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Naming:
         if len(set(names)) != len(names):
             raise ValueError(f"init of {names}: expected each name once")
         if codec is not None:
-            given = [codec.encode(value) for value in given]  # here: what cannot be encoded is the caller's mistake
+            given = [codec.encode(value) for value in given]  # here, so that the call raises errors of the values
         staged = [self._session.context.staged(flat(value)) for value in given]
         check_timeout(timeout)
         self._names.announce(names)
@@ -108,9 +108,7 @@ class Naming:
         number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
         if codec is not None:
             if chosen is not RULES["copy"]:
-                raise ValueError(
-                    f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
-                )
+                raise ValueError(f"rule {chosen.name} for the object {name!r}: expected copy")
             return self._placed(NameEntry(name, None, number, chosen, codec=codec, start=start))
         t = checked(value, name)
         chosen.check(t.dtype)
@@ -192,9 +190,9 @@ class Naming:
             self._names.settle(entry.name, opened)
 
     async def _opened(self, entry: NameEntry, data: Tensor | None, fetch: Callable[[Done], None] | None = None) -> None:
-        """Have a name known to its servers; without data, flat, its shards are told later what they have.
+        """Register a name with its servers, and send the first values. After a rebind there are no data.
 
-        `fetch` brings the data from a device.
+        `fetch` copies the data from a device.
         """
         leader = entry.spans[0].rank
         said = await self._session.client.call(
@@ -220,7 +218,7 @@ class Naming:
                 spans = [Span(spans[0].rank, spans[0].start, data.numel())]
             await self._session.client.making(entry, spans)
             if data is not None and entry.table is None:
-                with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
+                with suppress(KeyError):  # an error on other ranks, which `ready` raises
                     await transfers([(self._session.client.pushes.fill, entry, span, data) for span in spans])
             await self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
@@ -235,9 +233,9 @@ class Naming:
         return entry
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
-        """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.
+        """Forget names on this rank, after its own pushes. Servers free a name when all workers have freed it.
 
-        Raises KeyError for an unknown name. Cost: a word to one server for each name, and an answer.
+        Raises KeyError for an unknown name. Cost: a message to one server for each name, and an answer.
         """
         self._session.check()
         entries = list(dict.fromkeys(self._names.resolve(what)[0]))
@@ -257,9 +255,9 @@ class Naming:
     def configure(self, what: object = None, *, timeout: float | None = None, **settings: float) -> Handle[None]:
         """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.
 
-        For all tensors, or for those of `what`: a group. On every shard between the same two versions. Raises
-        ValueError and TypeError for settings that a rule does not have or refuses. Cost: a word to each server of a
-        tensor.
+        `what` as in `push`; None is all tensors that it was opened with. Settings change on every shard between the
+        same two versions. Raises ValueError and TypeError for settings that a rule does not have or refuses. Cost: a
+        message to each server of a tensor.
         """
         self._session.check()
         entries, _ = self._names.resolve(what)
@@ -274,7 +272,7 @@ class Naming:
 async def each(
     work: Callable[..., Program[None]], entries: Sequence[NameEntry], given: Sequence[Sequence[Any]]
 ) -> None:
-    """Run `work` for each entry, with the rest of its arguments, to its end; then raise the first error."""
+    """Run `work(entry, *arguments)` for all entries to the end, and then raise the first error."""
     found = await together(*[_kept(work(entry, *args)) for entry, args in zip(entries, given, strict=True)])
     for error in found:
         if error is not None:
@@ -282,7 +280,7 @@ async def each(
 
 
 async def _kept(program: Program[None]) -> Exception | None:
-    """Return the error of `program`."""
+    """Run a program, and return its error."""
     try:
         await program
     except Exception as error:  # noqa: BLE001  - the caller raises it

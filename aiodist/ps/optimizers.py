@@ -1,7 +1,6 @@
-"""torch's optimizers as rules of a server: a push is a gradient, and the state lies beside the shard.
+"""torch's optimizers as rules of a server: a push is a gradient, and each shard has its own state.
 
-Each shard has an optimizer of its own, so each tensor is a parameter group of its own. What torch computes is computed:
-the optimizers are torch's, given a parameter that is the shard.
+Each shard has a torch optimizer, whose only parameter is the shard. So each tensor is a parameter group of its own.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from aiodist.ps.rules import COMPLEX, FLOATS, Rule, bare
 from aiodist.types import settings_text
 
 _WHOLE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
-"""Those of torch.optim that look at a tensor as a whole, or at its shape: its shards would be updated otherwise."""
+"""Optimizers of torch whose step depends on the shape or on all elements of a tensor. Shards cannot use them."""
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""Settings that say how torch computes, not what."""
+"""Settings of the implementation, which do not change results."""
 _ONCE = frozenset({"initial_accumulator_value"})
-"""Settings that count only when the state is made."""
+"""Settings that are used only when the state is made."""
 _FUSED = frozenset({torch.float32, torch.float64})
-"""Where fused steps equal the others but for rounding: those of torch 2.13 for 16 bits compute momentum wrongly."""
+"""Dtypes with correct fused steps. Those of torch 2.13 for 16 bits compute momentum wrongly."""
 
 
 class OptimizerState(NamedTuple):
-    """What lies beside a shard: the optimizer, with its moments, and the parameter that shares the shard's memory."""
+    """State of a shard: the optimizer, with its moments, and the parameter that shares the shard's memory."""
 
     optimizer: Optimizer
     parameter: torch.nn.Parameter
@@ -38,8 +37,8 @@ class OptimizerState(NamedTuple):
 class OptimizerRule(Rule):
     """A step of an optimizer of torch for each push, or for the sum of the pushes of a step; `optimizer` makes it.
 
-    It must treat each element by itself, as all that it takes do: a tensor that is cut is updated as a whole one is.
-    An `alpha` other than 1 multiplies the gradient. `repr` names the class and all settings that were given, sorted.
+    The optimizer treats each element by itself, so the blocks of a tensor change as the whole tensor would. An `alpha`
+    other than 1 multiplies the gradient. `repr` has the class and the settings, sorted.
     """
 
     takes = FLOATS | COMPLEX
@@ -50,37 +49,37 @@ class OptimizerRule(Rule):
         self.name = kind.__qualname__
         self.kind = kind
         self.settings = dict(settings)
-        """Those that were given."""
+        """Settings of the call."""
         self._how = {} if _HOW & settings.keys() else _fastest(kind, settings)
         known = signature(kind).parameters
         with torch.inference_mode(False):
             trial = self._make(torch.nn.Parameter(torch.zeros(1, device="cpu")))
             _step(trial)
         anything = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        self._known = {  # what `configure` can change, and the values with which a shard starts
+        self._known = {  # settings that `configure` can change, with the first values of a shard
             key: value
             for key, value in trial.defaults.items()
             if (key in known or anything) and key not in _HOW and key not in _ONCE
         }
 
     def state(self, shard: Tensor) -> OptimizerState:
-        """Return an optimizer of `shard`; raise `ValueError` when that was made in inference mode."""
+        """Return an optimizer of `shard`; raise `ValueError` for a shard that was made in inference mode."""
         if shard.is_inference():
-            raise ValueError(f"rule {self.name}: the shard was made in inference mode, where nothing can be updated")
+            raise ValueError(f"rule {self.name}: the shard was made in inference mode, and cannot be updated")
         with torch.inference_mode(False):
             parameter = torch.nn.Parameter(bare(shard))  # shares its memory
             return OptimizerState(self._make(parameter), parameter)
 
     def move(self, state: OptimizerState, shard: Tensor) -> None:
-        """Give `state` the memory `shard` for its parameter, with the values that the old memory has."""
+        """Let the parameter of `state` use the memory `shard`, which has the values of the old memory."""
         with torch.inference_mode(False):
             state.parameter.data = bare(shard)
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: OptimizerState) -> None:
-        """Do a step with the gradient `alpha * value`: as it is, not copied, for an `alpha` of 1."""
+        """Do a step with the gradient `alpha * value`, without a copy for an `alpha` of 1."""
         parameter = state.parameter
         if parameter.data_ptr() != shard.data_ptr():
-            raise ValueError(f"rule {self.name}: the state is another shard's")
+            raise ValueError(f"rule {self.name}: expected the state of this shard, not of another")
         gradient = bare(value)
         with torch.inference_mode(False), torch.no_grad():
             parameter.grad = gradient if alpha == 1 else gradient * alpha
@@ -92,8 +91,8 @@ class OptimizerRule(Rule):
     def configure(self, state: OptimizerState, **changes: object) -> None:
         """Change settings from the next push on.
 
-        Raises `ValueError` for an unknown one, for a value that torch refuses, and where state is needed that the
-        shard was made without, as by Adam's `amsgrad`; `TypeError` for one of another type. Then nothing is changed.
+        Raises `ValueError` for an unknown setting, for a value that torch refuses, and for a setting that needs state
+        which the shard lacks, as Adam's `amsgrad`; `TypeError` for a value of another type. Changes nothing then.
         """
         if unknown := sorted(changes.keys() - self._known.keys()):
             raise ValueError(f"rule {self.name}: {', '.join(unknown)}: expected {', '.join(sorted(self._known))}")
@@ -107,20 +106,20 @@ class OptimizerRule(Rule):
         return state.optimizer.state_dict()
 
     def load_state_dict(self, state: OptimizerState, given: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, settings included; it is copied."""
+        """Load a copy of the result of `state_dict`, with its settings."""
         if given.keys() != {"state", "param_groups"}:
             raise ValueError(f"rule {self.name}: {', '.join(map(str, given))}: expected state, param_groups")
         numel = state.parameter.numel()
         with torch.inference_mode(False):
-            kept = deepcopy(given["state"])  # torch would go on with the tensors that it is given
+            kept = deepcopy(given["state"])  # torch would use the tensors themselves
             for key, one in kept.get(0, {}).items():
                 if isinstance(one, Tensor) and one.dim() and one.numel() != numel:
                     raise ValueError(f"rule {self.name}: {key} of {one.numel()} elements: the shard has {numel}")
             state.optimizer.load_state_dict({"state": kept, "param_groups": given["param_groups"]})
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{key}={settings_text(value)}" for key, value in sorted(self.settings.items()))
-        return f"{self.kind.__module__}.{self.kind.__qualname__}({told})"
+        settings = ", ".join(f"{key}={settings_text(value)}" for key, value in sorted(self.settings.items()))
+        return f"{self.kind.__module__}.{self.kind.__qualname__}({settings})"
 
     def _make(self, parameter: torch.nn.Parameter, **changes: object) -> Optimizer:
         how = self._how if parameter.dtype in _FUSED else dict.fromkeys(self._how.keys() & {"foreach"}, False)
@@ -129,7 +128,7 @@ class OptimizerRule(Rule):
         return made
 
     def _try(self, now: dict[str, Any], changes: dict[str, Any]) -> None:
-        """Raise unless the class takes the settings, and a shard that was updated before goes on with them."""
+        """Raise unless the class takes the settings, and a shard can continue with them after a step without."""
         with torch.inference_mode(False):
             self._make(torch.nn.Parameter(torch.zeros(1, device="cpu")), **(now | changes))
             trial = self._make(torch.nn.Parameter(torch.zeros(1, device="cpu")), **now)
@@ -138,8 +137,8 @@ class OptimizerRule(Rule):
             try:
                 _step(trial)
             except Exception as error:
-                told = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-                raise ValueError(f"rule {self.name}: {told}: it needs state that the shard was made without") from error
+                shown = ", ".join(f"{key}={value!r}" for key, value in changes.items())
+                raise ValueError(f"rule {self.name}: {shown}: this needs state that the shard lacks") from error
 
 
 def optimizer(kind: type[Optimizer], /, **settings: object) -> OptimizerRule:
@@ -148,17 +147,17 @@ def optimizer(kind: type[Optimizer], /, **settings: object) -> OptimizerRule:
     ```python
     rule = optimizer(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95))
     ```
-    Settings must be plain values, which ranks can compare: numbers, strings, None and tuples of them. Raises
-    `TypeError` for others, for settings that the class does not know, for what is no class of an optimizer, and for one
-    that treats a tensor as a whole (LBFGS, Muon, Adafactor, SparseAdam; a class of your own must not), `ValueError`
-    for values that the class refuses, and what a first step of it raises. Of the ways in which torch computes the
-    fastest is taken, unless the settings say `foreach` or `fused`.
+    Settings must be plain values, which ranks can compare: numbers, strings, None and tuples of them. The class must
+    treat each element by itself. Raises `TypeError` for other values, for unknown settings, for an object that is no
+    class of an optimizer, and for LBFGS, Muon, Adafactor and SparseAdam, which need whole tensors; `ValueError` for
+    values that the class refuses; and the error of a first step. Uses torch's fastest implementation, unless the
+    settings have `foreach` or `fused`.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"optimizer({kind!r}): expected a class of torch.optim, and its settings by name")
     whole = next((name for name in _WHOLE if issubclass(kind, getattr(torch.optim, name, ()))), None)
     if whole is not None:
-        raise TypeError(f"optimizer({kind.__qualname__}): it looks at a tensor as a whole, servers have parts of it")
+        raise TypeError(f"optimizer({kind.__qualname__}): expected an optimizer that treats each element by itself")
     for key, value in settings.items():
         if not _is_plain(value):
             raise TypeError(f"{kind.__qualname__}: {key}={value!r}: expected a number, a string, None, or a tuple")
@@ -189,10 +188,10 @@ def RMSprop(lr: float = 1e-2, **more: object) -> OptimizerRule:
 
 
 def _fastest(kind: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, bool]:
-    """Return how torch is to compute for one flat tensor on a CPU.
+    """Return the settings of torch's fastest implementation for one flat tensor on a CPU.
 
     Measured for 1e3 and 1e6 elements: fused takes a twelfth (Adam), a third (Adagrad), two thirds (momentum) of the
-    time of the plain loop; without momentum the plain loop is the shortest, and foreach gains nothing with one tensor.
+    time of the plain loop. Without momentum the plain loop is fastest, and foreach gains nothing with one tensor.
     """
     if not kind.__module__.startswith("torch.optim."):
         return {}
@@ -215,7 +214,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _check_type(name: str, key: str, value: object, like: object) -> None:
-    """Raise `TypeError` unless `value` is what `like`, another value of the setting, is: a bool, a number, numbers."""
+    """Raise `TypeError` unless `value` has the type of `like`: a bool, a number, numbers, or another plain value."""
     if isinstance(like, bool):
         fits, expected = isinstance(value, bool), "a bool"
     elif isinstance(like, int | float):

@@ -1,4 +1,4 @@
-"""The rows of one server, what its optimizer keeps beside them, and the slot of each id: tensors that grow."""
+"""The rows of a table on one server, their optimizer state, and the slot of each id, in tensors that grow."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MANY = 1 << 10
 
 
 class RowIndex:
-    """Ids, int64 and not negative, to slots 0, 1, 2, ... in the order in which they were added.
+    """Slots 0, 1, 2, ... of ids, which are int64 and not negative, in the order of their addition.
 
-    A hash table in two tensors, worked on by whole batches: open addressing with linear probing, at most half full;
-    some 24 to 48 bytes for each id, with the list of ids. Finding n of them is a few passes of torch over n elements,
-    and passes over the few that are not where the search begins. Not to be used by two threads at a time.
+    A hash table in two tensors, for batches of ids: open addressing with linear probing, at most half full; 24 to 48
+    bytes for each id, with the list of ids. `find` of n ids takes a few passes of torch over n elements, and more
+    passes over the few ids that are not in their first cell. One thread at a time may use it.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")  # by slot, with room
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")  # by slot, with room to grow
         self._make(_LEAST_CELLS)
 
     def __len__(self) -> int:
@@ -38,17 +38,17 @@ class RowIndex:
 
     @property
     def ids(self) -> Tensor:
-        """All ids, by slot; a view, which later calls may leave behind."""
+        """All ids, by slot. The view is valid until the next `add`."""
         return self._ids[: self._count]
 
     def find(self, ids: Tensor) -> Tensor:
-        """Return the slot of each of `ids`, -1 where it has none."""
+        """Return the slot of each id, or -1 for an unknown id."""
         at = self._cells(ids)
         seen = self._keys.index_select(0, at)
-        slots = self._slots.index_select(0, at)  # that of an empty cell is -1
+        slots = self._slots.index_select(0, at)  # -1 in an empty cell
         left = (seen != ids).logical_and_(seen != _EMPTY).nonzero().flatten()
         at = at.index_select(0, left)
-        while left.numel():  # several cells at a time where few are left: a pass costs more than its elements
+        while left.numel():  # several cells at a time if few ids are left, since a pass costs more than its elements
             window = (at[:, None] + _WINDOWS[left.numel() < _MANY]).bitwise_and_(self._mask)
             seen = self._keys.index_select(0, window.view(-1)).view_as(window)
             here, which = (seen == ids.index_select(0, left)[:, None]).logical_or_(seen == _EMPTY).max(1)
@@ -59,7 +59,7 @@ class RowIndex:
         return slots
 
     def add(self, ids: Tensor) -> Tensor:
-        """Give slots to `ids`, none of which has one and none of which is there twice; return them: the next ones."""
+        """Add distinct new `ids`, and return their slots, the next ones."""
         first, count = self._count, self._count + ids.numel()
         if count > self._ids.numel():
             grown = torch.empty(max(count, 2 * self._ids.numel()), dtype=torch.int64, device="cpu")
@@ -75,7 +75,7 @@ class RowIndex:
         return torch.arange(first, count, device="cpu")
 
     def _cells(self, ids: Tensor) -> Tensor:
-        """Return where the search for each begins. Low bits: the ids of one server share what the high bits give."""
+        """Return the first cell of each id, by the low bits, since the ids of one server agree in the high bits."""
         return mix(ids).bitwise_and_(self._mask)
 
     def _make(self, size: int) -> None:
@@ -84,7 +84,7 @@ class RowIndex:
         self._slots = torch.full((size,), _EMPTY, device="cpu")
 
     def _enter(self, ids: Tensor, slots: Tensor) -> None:
-        """Write each id into the first cell that is free: of several that want one, one gets it, the others go on."""
+        """Write each id into its first free cell. One of several ids gets the same cell, and the others continue."""
         at = self._cells(ids)
         while ids.numel():
             free = (self._keys[at] == _EMPTY).nonzero().flatten()
@@ -101,18 +101,18 @@ _KEPT: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
 }
 _NEUTRAL = {"momentum": 0, "weight_decay": 0, "nesterov": False, "dampening": 0, "amsgrad": False}
-"""Settings that would change rows which nobody pushed; at these values they say nothing."""
+"""Settings that would change rows without a push, with their neutral values."""
 
 
 class RowOptimizer:
-    """A rule such as `SGD(lr=0.1)` for the rows of one table: only the rows that a push names change, and their state.
+    """A rule such as `SGD(lr=0.1)` for the rows of one table: only pushed rows change, and their state.
 
-    They do what torch's do for sparse gradients: `SGD`, `Adagrad`, and `SparseAdam` for Adam. Steps are counted for the
-    table, as torch counts them for a parameter, not for each row.
+    The steps equal those of torch for sparse gradients: `SGD`, `Adagrad`, and `SparseAdam` for Adam. Steps are counted
+    for the table, as torch counts them for a parameter, not for each row.
     """
 
     def __init__(self, rule: OptimizerRule, dtype: torch.dtype) -> None:
-        """Raise TypeError for optimizers other than SGD, Adagrad and Adam, ValueError for settings rows cannot have."""
+        """Raise TypeError unless the rule is SGD, Adagrad or Adam, ValueError for settings that rows cannot have."""
         if rule.kind not in _KEPT:
             raise TypeError(f"{rule.name} of rows: expected SGD, Adagrad or Adam, which torch has for sparse gradients")
         _check_neutral(rule.name, rule.settings)
@@ -126,31 +126,31 @@ class RowOptimizer:
         return self._state.optimizer.param_groups[0]
 
     def configure(self, changes: Mapping[str, Any]) -> None:
-        """Change settings from the next step on; raises as `OptimizerRule.configure`, and then changes nothing."""
+        """Change settings from the next step on. Raises as `OptimizerRule.configure`, and changes nothing then."""
         _check_neutral(self._rule.name, changes)
         self._rule.configure(self._state, **changes)
 
     def fresh(self) -> dict[str, float]:
-        """Return what lies beside a new row: a value by name, which all of its elements have."""
+        """Return the optimizer state of a new row: by name the value of all elements."""
         return dict.fromkeys(_KEPT[self._rule.kind], self.settings.get("initial_accumulator_value", 0.0))
 
     @property
     def factor(self) -> float | None:
-        """Where a step adds the gradient, times a factor: this one; then `step` need not be called."""
+        """Factor of the gradient if a step only adds the gradient to the rows, otherwise None."""
         if self._rule.kind is not torch.optim.SGD:
             return None
         lr = float(self.settings["lr"])
         return lr if self.settings["maximize"] else -lr
 
     def step(self, rows: Tensor, gradient: Tensor, columns: dict[str, Tensor], steps: int) -> None:
-        """Change `rows` and what lies beside them, copies of those of the table; all are `(n, dim)`.
+        """Change `rows` and their state, which are copies of the table's; all are `(n, dim)`.
 
-        `gradient` is only read. This is step number `steps`, from 1.
+        `steps` is the number of this step, from 1.
         """
         made, parameter = self._state
         settings = self.settings
         eps = settings["eps"]
-        if "betas" in settings:  # SparseAdam does not divide it, as Adam divides the root that it is added to
+        if "betas" in settings:  # SparseAdam adds eps to the root, Adam to the root divided by this factor
             settings["eps"] = eps / math.sqrt(1 - settings["betas"][1] ** steps)
         parameter.data = rows
         made.state[parameter] = {"step": torch.tensor(float(steps - 1), device="cpu"), **columns}
@@ -165,26 +165,19 @@ class RowOptimizer:
 def _check_neutral(name: str, settings: Mapping[str, Any]) -> None:
     unfit = sorted(key for key, neutral in _NEUTRAL.items() if settings.get(key, neutral) != neutral)
     if unfit:
-        raise ValueError(f"{name} of rows: {', '.join(unfit)}: it would change rows that nobody pushed")
+        raise ValueError(f"{name} of rows: {', '.join(unfit)}: expected settings that change only pushed rows")
 
 
 def optimizer_of(spec: TableSpec) -> RowOptimizer | None:
     return None if spec.optimizer is None else RowOptimizer(spec.optimizer, spec.dtype)
 
 
-def check_settings(spec: TableSpec, settings: Mapping[str, Any], name: str) -> None:
-    optimizer = optimizer_of(spec)
-    if optimizer is None:
-        raise ValueError(f"the table {name!r} has no optimizer: expected one for {', '.join(settings)}")
-    optimizer.configure(settings)
-
-
 class RowStore:
     """Rows by id. Calls come one after another, from any thread, and in no torch mode.
 
-    A row is made when it is first written to. Until then it reads as what it will begin with, so a read makes nothing.
-    Memory: `dim` elements a row, as much again for each thing that the optimizer keeps, and the index; with room to
-    grow, at most twice that, and three times while it is copied to be larger.
+    The first write makes a row. A read of a row that does not exist returns its first values and makes no row. Memory:
+    `dim` elements a row, as much again for each column of the optimizer, and the index; with room to grow at most twice
+    that, and three times while memory is copied to grow.
     """
 
     def __init__(self, spec: TableSpec) -> None:
@@ -213,7 +206,7 @@ class RowStore:
             into.index_copy_(0, missing, first)
 
     def step(self, ids: Tensor, gradient: Tensor) -> None:
-        """Do a step of the optimizer for these rows, each of them there once; `gradient` is only read."""
+        """Do a step of the optimizer for these distinct rows; `gradient` is only read."""
         optimizer = self.optimizer
         assert optimizer is not None
         self.steps += 1
@@ -230,16 +223,16 @@ class RowStore:
             _write(self._columns[name], slots, changed)
 
     def add(self, ids: Tensor, values: Tensor, factor: float = 1.0) -> None:
-        slots = self._slots(ids)  # first: it may move the rows
+        slots = self._slots(ids)  # may move the rows
         self._columns["rows"].index_add_(0, slots, values, alpha=factor)
 
     def copy(self, ids: Tensor, values: Tensor) -> None:
-        """Replace these rows, each of them there once; what the optimizer keeps stays."""
+        """Replace these distinct rows, without a change of their optimizer state."""
         slots = self._slots(ids)  # may move the rows
         _write(self._columns["rows"], slots, values)
 
     def _slots(self, ids: Tensor) -> Tensor:
-        """Return the slots of `ids`; make the rows that are not there."""
+        """Return the slots of `ids`, and make missing rows."""
         slots = self._index.find(ids)
         missing = (slots < 0).nonzero().flatten()
         if missing.numel():
@@ -260,7 +253,7 @@ class RowStore:
         return torch.empty(rows, self._spec.dim, dtype=self._spec.dtype, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies: "ids" `(n,)`, "rows" and what the optimizer keeps, `(n, dim)` each; "steps" and "settings"."""
+        """Return copies: "ids" `(n,)`, "rows" and columns of the optimizer, `(n, dim)`; "steps" and "settings"."""
         count = len(self)
         kept = {name: column[:count].clone() for name, column in self._columns.items()}
         return {"ids": self._index.ids.clone(), **kept, "steps": self.steps, "settings": self._settings()}
@@ -270,9 +263,9 @@ class RowStore:
         return {key: value for key, value in settings.items() if key != "params"}
 
     def load_state_dict(self, given: Mapping[str, Any], mine: Callable[[Tensor], Tensor]) -> None:
-        """Take rows that a `state_dict` gave, of any server; `mine(ids)` says, in bools, which belong here.
+        """Load rows of a `state_dict` of any server. `mine(ids)` returns True for each row of this server.
 
-        Rows that are there are replaced, others stay. Raises ValueError for what does not fit; then nothing is changed.
+        Other rows stay. Raises ValueError if the state does not fit, and changes nothing then.
         """
         expected = {"ids", "steps", "settings", *self._columns}
         if given.keys() != expected or given["settings"].keys() != self._settings().keys():
@@ -296,7 +289,7 @@ class RowStore:
 
 
 def _write(into: Tensor, at: Tensor, rows: Tensor) -> None:
-    """Copy rows to `at`: 16 bytes at a time where they have as many, which takes torch half of the time."""
+    """Copy rows to `at`, in units of 16 bytes if possible, which takes half of the time."""
     if all(_is_wide(t) for t in (into, rows)):
         into, rows = into.view(torch.complex128), rows.view(torch.complex128)
     into.index_copy_(0, at, rows)

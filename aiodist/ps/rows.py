@@ -1,8 +1,8 @@
-"""Tables of rows: what all ranks must mean by one, which server has each row, and how ids and rows travel.
+"""Tables of rows: their description, the server of each row, and the format of ids and rows in messages.
 
-First values are functions of seed and id alone, so the same on any server and in any order. On the way stand how many
-ids there are, the ids, then their rows; all little-endian. The ids of a request rise, so that a server sees in one pass
-that each is there once. `row_store` has the rows of one server, `table_shard` is a table among its shards.
+First values are functions of seed and id alone, so they are the same on any server and in any order. A message has the
+number of ids, the ids, and their rows, all little-endian. The ids of a request rise, so a server checks in one pass
+that each occurs once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ MOST_DIM = 1 << 20
 IDS_END = 1 << 63
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 divided by the golden ratio, as a signed number: what a stream of mixed numbers is counted up by."""
-_AT_A_TIME = 1 << 15  # elements: what lies between fits into a cache
+"""2^64 divided by the golden ratio, as a signed number: the increment of a stream of mixed numbers."""
+_AT_A_TIME = 1 << 15
+"""Elements per pass, so that intermediate results fit into a cache."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Uniform:
         _check(self, ordered=self.low <= self.high)
 
     def values(self, drawn: Tensor) -> Tensor:
-        """Return first values for float64 numbers that were drawn from [0, 1)."""
+        """Return first values for float64 numbers drawn from [0, 1)."""
         return drawn.mul_(self.high - self.low).add_(self.low)
 
 
@@ -84,7 +85,7 @@ def _check(initial: Initial, *, ordered: bool = True) -> None:
 
 
 def initial_of(given: object) -> Initial:
-    """Return what `init=` means: one of the three, or a number that all elements are. TypeError for anything else."""
+    """Return `init=` as one of the three; a number is a `Constant`. TypeError for anything else."""
     if isinstance(given, Initial):
         return given
     if isinstance(given, bool) or not isinstance(given, int | float):
@@ -94,7 +95,7 @@ def initial_of(given: object) -> Initial:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Rows of `dim` elements under ids from 0 to below `rows`, or all that int64 has. Raises for what cannot be."""
+    """Rows of `dim` elements with ids from 0 to below `rows`, or to below 2^63. Raises for arguments out of range."""
 
     dim: int
     rows: int | None
@@ -102,7 +103,7 @@ class TableSpec:
     init: Initial
     seed: int
     optimizer: OptimizerRule | None
-    """None: pushes are added."""
+    """Optimizer, or None to add pushes."""
 
     def __post_init__(self) -> None:
         check_int("dim", self.dim, 1, MOST_DIM)
@@ -151,7 +152,7 @@ class TableSpec:
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> TableSpec:
-        """Return what `said` says; raise ValueError, TypeError or KeyError for what it never says."""
+        """Return the table that `said` describes; raise ValueError, TypeError or KeyError for a wrong description."""
         (kind, of_init), rule = said["init"], None
         if said["optimizer"] is not None:
             name, settings = said["optimizer"]
@@ -173,7 +174,7 @@ def mix(t: Tensor) -> Tensor:
 
 
 def shifted(t: Tensor, bits: int) -> Tensor:
-    """Return `t` shifted to the right, with zeros from the left; torch brings copies of the sign."""
+    """Return `t` shifted to the right, with zeros from the left; torch's shift copies the sign."""
     return (t >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -182,42 +183,42 @@ _OWNER_BITS = 24
 
 
 def owners(ids: Tensor, servers: int) -> Tensor:
-    """Return, for each of `ids`, which of so many servers has its row: they are spread evenly."""
+    """Return the server of each row, a number below `servers`. Rows are spread evenly."""
     return shifted(mix(ids), 64 - _OWNER_BITS).remainder_(servers)
 
 
 class GroupedIds(NamedTuple):
-    """What a call means by its ids."""
+    """The ids of a call, grouped by server."""
 
     ids: Tensor
-    """Each once: those of the first server, then those of the second, and so on; in each group they rise."""
+    """Each id once: the rising ids of the first server, then those of the second, and so on."""
     places: Tensor
-    """Where in `ids` each of the call's is, `(numel,)`."""
+    """Place in `ids` of each id of the call, `(numel,)`."""
     counts: list[int]
-    """How many are in each group."""
+    """Number of ids of each server."""
     shape: torch.Size
-    """Of the call's ids."""
+    """Shape of the call's ids."""
 
     def blocks(self) -> list[slice]:
         return [slice(end - count, end) for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum of the rows of each id, `(len(ids), dim)`, of the call's `values`, `(numel, dim)`."""
-        if self.ids.numel() == self.places.numel():  # reading here and there is quicker than summing so
+        if self.ids.numel() == self.places.numel():  # a gather is faster than a sum
             return self.last(values)
         return values.new_zeros(self.ids.numel(), values.shape[1]).index_add_(0, self.places, values)
 
     def last(self, values: Tensor) -> Tensor:
-        """Return the last row of each id; else as `summed`."""
+        """Return the last row of each id, `(len(ids), dim)`, of the call's `values`, `(numel, dim)`."""
         order = torch.arange(self.places.numel(), device="cpu")
         return values.index_select(0, torch.zeros_like(self.ids).scatter_reduce_(0, self.places, order, "amax"))
 
 
 def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
-    """Return what a call means by `ids`, of any shape, for so many servers.
+    """Return `ids`, of any shape, grouped by server.
 
-    Raises TypeError unless it is an int32 or int64 tensor on the CPU, ValueError for an id that the table cannot have.
-    Cost: a sort.
+    Raises TypeError unless `ids` is an int32 or int64 tensor on the CPU, ValueError for an id out of range. Cost: a
+    sort.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not ids.is_cpu:
         seen = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -235,7 +236,7 @@ def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
 
 
 def packed_rows(ids: Tensor, rows: Tensor, room: Callable[[int], Tensor] | None = None) -> Tensor:
-    """Return ids and rows as they travel, flat uint8, in new memory or in `room(nbytes)`."""
+    """Return the message of ids and rows, flat uint8, in new memory or in `room(nbytes)`."""
     start = COUNT_BYTES + ids.nbytes
     nbytes = start + rows.nbytes
     packed = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if room is None else room(nbytes)[:nbytes]
@@ -246,7 +247,7 @@ def packed_rows(ids: Tensor, rows: Tensor, room: Callable[[int], Tensor] | None 
 
 
 def unpack(packed: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor]:
-    """Return the ids and their rows; raise ValueError unless the lengths and the ids can be."""
+    """Return the ids and rows of a message; raise ValueError for wrong lengths or ids."""
     if packed.numel() < COUNT_BYTES:
         raise ValueError(f"rows in {packed.numel()} bytes: expected {COUNT_BYTES} or more")
     count = int(packed[:COUNT_BYTES].view(torch.int64)[0])
@@ -257,11 +258,11 @@ def unpack(packed: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor]:
 
 
 def ids_in(packed: Tensor, spec: TableSpec) -> Tensor:
-    """Return flat uint8 as ids; raise ValueError unless they rise, and all are of the table."""
+    """Return flat uint8 as ids; raise ValueError unless they rise, and are in the range of the table."""
     if packed.numel() % ID_BYTES:
         raise ValueError(f"ids in {packed.numel()} bytes: expected a multiple of {ID_BYTES}")
     ids = packed.view(torch.int64)
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError("ids that do not rise: expected each once, in order")
-    spec.check_ids(ids[:: max(1, ids.numel() - 1)])  # the least and the most
+    spec.check_ids(ids[:: max(1, ids.numel() - 1)])  # the lowest and the highest
     return ids

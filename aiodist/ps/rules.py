@@ -1,8 +1,7 @@
-"""What a server does with what is pushed: zero, copy, add, axpy, mul, min, max, and the user's own.
+"""Rules, by which a server applies pushes: zero, copy, add, axpy, mul, min, max, and those of users.
 
-A rule has no state of its own: what lies beside a shard is made by `state` and given back to `apply`, so one rule
-serves any number of shards, in any thread. Its `repr` is the same on all ranks that run the same script: they compare
-it.
+A rule has no state of its own. `state` makes the state of a shard, and `apply` gets that state, so one rule serves any
+number of shards, in any thread. Ranks compare the `repr` of rules.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from aiodist.backends.base import dtype_name
 from aiodist.types import settings_text
 
 State: TypeAlias = Any
-"""What lies beside a shard; only its rule knows what that is."""
+"""State of a shard, of a type that only the rule knows."""
 
 COMPLEX = frozenset({kind for kind in SUPPORTED if kind.is_complex})
 FLOATS = frozenset({kind for kind in SUPPORTED if kind.is_floating_point})
@@ -30,24 +29,24 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Rule:
-    """How a shard changes by what is pushed.
+    """The change of a shard by a push.
 
-    Derive from it for a rule with state or settings, and give an instance. Ranks compare its `repr`, which shows the
+    Derive a class for a rule with state or settings, and pass an instance. Ranks compare its `repr`, which shows the
     public attributes of the instance unless you define another.
     """
 
     name: str
-    """What errors and statistics call it: of a class that does not say, the class's name."""
+    """Name in errors and statistics, by default the name of the class."""
     takes: frozenset[torch.dtype] = SUPPORTED
-    """The dtypes of tensors that it can be used for."""
+    """Dtypes of the tensors that it can be used for."""
     takes_gradients: bool = False
-    """A push of a parameter sends its `.grad` unless something else is given, not the parameter."""
+    """True pushes the `.grad` of a parameter by default, False the parameter."""
     takes_value: bool = True
-    """It looks at what is pushed: otherwise nothing need be sent."""
+    """True if the rule uses the pushed value."""
     combines: bool = False
-    """The pushes of one step are summed, each by its weight, and applied once; else one by one, in order of workers."""
+    """True sums the weighted pushes of one step and applies the sum; False applies them in the order of workers."""
     scales: bool = True
-    """It may be given an `alpha` other than 1."""
+    """True allows an `alpha` other than 1."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -57,9 +56,9 @@ class Rule:
     def check(self, dtype: torch.dtype, alpha: float = 1.0) -> None:
         """Raise unless the rule can be used on tensors of `dtype` with this `alpha`.
 
-        `TypeError` for a dtype that it does not take, for an `alpha` that is no number, and for a fraction where the
-        tensor has integers; `ValueError` for one other than 1 where the rule has no use for it, and for one that the
-        dtype cannot hold, which inf and nan count as.
+        `TypeError` for a dtype that it does not take, for an `alpha` that is no number, and for a fraction if the
+        tensor has integers; `ValueError` for an `alpha` other than 1 if the rule does not scale, and for one that the
+        dtype cannot hold, such as inf and nan.
         """
         if dtype not in self.takes:
             taken = ", ".join(sorted(map(dtype_name, self.takes)))
@@ -69,61 +68,61 @@ class Rule:
         if alpha == 1:
             return
         if not self.scales:
-            raise ValueError(f"rule {self.name}: alpha={alpha}: expected 1, it multiplies nothing by it")
+            raise ValueError(f"rule {self.name}: alpha={alpha}: expected 1, since the rule does not scale")
         if self.takes_value:
             _check_factor(self.name, dtype, alpha)
 
     def state(self, shard: Tensor) -> State:
-        """Return what lies beside `shard`, flat, from its first push on; None if there is nothing."""
+        """Return the state of `shard`, flat, before its first push, or None."""
         del shard
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: State) -> None:
         """Change `shard` in place by `alpha` times `value`; both flat, of equal dtype and numel.
 
-        `value` stays as it is, and nothing keeps it. `check` was called for this dtype and `alpha`, and `state` made
-        `state`. Called from any thread, but never twice at the same time for one shard.
+        Must not change or keep `value`. `check` was called for this dtype and `alpha`, and `state` made `state`. Called
+        from any thread, but never twice at the same time for one shard.
         """
         raise NotImplementedError(f"{type(self).__qualname__}.apply")
 
     def configure(self, state: State, **changes: object) -> None:
         """Change settings such as `lr` from the next push on.
 
-        Raises `ValueError` for unknown ones and `TypeError` for values of another type; then nothing is changed. Not
-        to be called while `apply` runs for that shard, as `state_dict` and `load_state_dict` are not.
+        Raises `ValueError` for unknown settings and `TypeError` for values of another type, and changes nothing then.
+        Never called while `apply` runs for that shard, as `state_dict` and `load_state_dict`.
         """
         del state
         if changes:
-            raise ValueError(f"rule {self.name}: {', '.join(changes)}: it has no settings")
+            raise ValueError(f"rule {self.name}: {', '.join(changes)}: the rule has no settings")
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: plain values and tensors, which later pushes change.
+        """Return the state for `load_state_dict`: plain values and tensors, which later pushes change.
 
-        Of the tensors, those with a dimension are cut as the shard is; those without are the same for all shards.
+        Tensors with a dimension are cut as the shard is. Tensors without one are equal for all shards.
         """
         del state
         return {}
 
     def load_state_dict(self, state: State, given: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, of a shard of equal numel; raise `ValueError` for what does not fit."""
+        """Load the result of `state_dict` of a shard of equal numel. Raise `ValueError` if it does not fit."""
         del state
         if given:
-            raise ValueError(f"rule {self.name}: {', '.join(given)}: it has no state")
+            raise ValueError(f"rule {self.name}: {', '.join(given)}: the rule has no state")
 
     def __repr__(self) -> str:
-        told = ", ".join(
+        settings = ", ".join(
             f"{key}={settings_text(value)}"
             for key, value in sorted(vars(self).items())
             if not key.startswith("_") and key not in Rule.__annotations__
         )
-        return f"{self.name}({told})" if told else self.name
+        return f"{self.name}({settings})" if settings else self.name
 
 
 class Function(Rule):
-    """A function of the user's, `fn(shard, value)`, which changes `shard` in place.
+    """A function of the user, `fn(shard, value)`, which changes `shard` in place.
 
-    It runs without autograd, on the server's shards: flat, and each with a part of a tensor that is cut. So it must
-    treat every element by itself. With an `alpha` other than 1 it is given `alpha * value`. Raises `TypeError` when
-    it returns something else than None or `shard`, which is the sign of one that changes nothing.
+    It runs without autograd, on the server's shards: flat, and each a part of a tensor that is cut. So it must treat
+    every element by itself. With an `alpha` other than 1 it gets `alpha * value`. Raises `TypeError` if the function
+    returns another object than None or `shard`, since it has probably not changed the shard then.
     """
 
     def __init__(self, fn: Callable[[Tensor, Tensor], object], name: str) -> None:
@@ -143,7 +142,7 @@ class Function(Rule):
 
 @dataclass(eq=False, repr=False)
 class _Known(Rule):
-    """One that is known by name: `change(shard, value, alpha)`."""
+    """A rule with a name: `change(shard, value, alpha)`."""
 
     name: str = field()
     change: Callable[[Tensor, Tensor, float], object]
@@ -168,8 +167,7 @@ def _copy(shard: Tensor, value: Tensor, alpha: float) -> None:
 
 
 def _add(shard: Tensor, value: Tensor, alpha: float) -> None:
-    # In this order: a shard without requires_grad, to which one with it is added, would get a history.
-    if shard.requires_grad or value.requires_grad:
+    if shard.requires_grad or value.requires_grad:  # otherwise the shard could get a history
         shard, value = shard.detach(), value.detach()
     if alpha == 1:
         shard.add_(value)
@@ -193,7 +191,7 @@ RULES: Mapping[str, Rule] = {
         _Known("max", _into(torch.maximum), _ORDERED, scales=False),
     )
 }
-"""The rules that are known by name. `add` and `axpy` differ in name only: shard += alpha * value."""
+"""Rules by name. `add` and `axpy` are the same: shard += alpha * value."""
 
 
 class Piece(NamedTuple):
@@ -201,15 +199,15 @@ class Piece(NamedTuple):
 
     rule: Rule
     value: Tensor
-    """Flat, of the shard's dtype; it is only read."""
+    """Flat, of the shard's dtype, read only."""
     alpha: float
     weight: float
 
 
 def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule], Any]) -> None:
-    """Change `shard` in place by all `pieces`, which stand in the order of their workers.
+    """Change `shard` in place by all `pieces`, in the order of their workers.
 
-    Pushes of one rule that combines are summed first, 16-bit floats in float32. A single push of weight 1 costs no
+    Pushes of one rule that combines are summed first, 16-bit floats in float32. A single push of weight 1 takes no
     memory.
     """
     first = pieces[0]
@@ -236,10 +234,10 @@ def _sum(pieces: Sequence[Piece]) -> Tensor:
 
 
 def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | None = None) -> Rule:
-    """Return a rule: the one of that name, `given` itself, or one that calls it.
+    """Return a rule: the rule of that name, `given` itself, or a rule that calls the function `given`.
 
-    A function is called `name` in messages, else as it calls itself, or as its class. Raises `ValueError` for a name
-    that is not known, `TypeError` for what is no rule: a class, a coroutine function.
+    Errors call a function `name`, or by default by its own name. Raises `ValueError` for an unknown name, `TypeError`
+    for other objects, such as a class or a coroutine function.
     """
     if isinstance(given, str):
         try:
@@ -257,17 +255,17 @@ def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | 
 
 
 def bare(t: Tensor) -> Tensor:
-    """Return `t` without autograd: cheaper than switching that off, and no thread's mode is touched."""
+    """Return `t` without autograd. This is cheaper than to disable autograd, and changes no mode of the thread."""
     return t.detach() if t.requires_grad else t
 
 
 def factor(shard: Tensor, alpha: float) -> float:
-    """Return `alpha` as torch wants it for this dtype: integers are not multiplied by floats."""
+    """Return `alpha` as a number that torch takes for this dtype: an int for integers."""
     return alpha if shard.dtype.is_floating_point or shard.dtype.is_complex else int(alpha)
 
 
 def _check_factor(name: str, dtype: torch.dtype, alpha: float) -> None:
-    """Raise what torch would raise at the server: `ValueError` where it does not fit, `TypeError` for a fraction."""
+    """Raise `ValueError` for an `alpha` that the dtype cannot hold, `TypeError` for a fraction of an integer dtype."""
     if dtype is torch.bool:
         raise TypeError(f"rule {name} on bool: alpha={alpha}: expected 1")
     whole = not (dtype.is_floating_point or dtype.is_complex)

@@ -1,7 +1,7 @@
-"""What all ranks of a parameter server must choose alike: consistency, rules, roles, and where each tensor lies.
+"""The choices that must be equal on all ranks of a parameter server: consistency, rules, roles, and placement.
 
-A tensor lies whole on one server, or is cut in contiguous blocks over all of them. Every rank works it out by itself
-from the tensor's name and size, so nothing has to be asked or told.
+A tensor is whole on one server, or cut into contiguous blocks over all servers. Every rank computes the placement from
+the tensor's name and size, without messages.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def inverse_age(staleness: int) -> float:
 
 
 class Policy(ABC):
-    """A consistency, as a frozen dataclass. Its `repr` is the same on all ranks, where it does the same."""
+    """A consistency, as a frozen dataclass. Equal policies have the same `repr` on all ranks."""
 
     accepts: ClassVar[bool] = False
-    """Whether a push is done, for its worker, when the server has it; else when it is applied or dropped."""
+    """True ends a push when the servers have it. False ends it when they have applied or dropped it."""
 
     @property
     def scales(self) -> bool:
-        """Whether weights other than 1 happen."""
+        """True if the policy may weight pushes by other factors than 1."""
         return getattr(self, "stale", None) == "scale" or getattr(self, "reduction", None) == "mean"
 
     @abstractmethod
     def machine(self, workers: Sequence[int]) -> Machine:
-        """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""
+        """Return a machine at version 0. Raises ValueError without workers, and for a worker that is listed twice."""
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))  # type: ignore[arg-type]
@@ -62,11 +62,11 @@ class Policy(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Asynchronous(Policy):
-    """Each push makes a version as soon as it comes; nobody waits for anybody.
+    """Each push makes a version when it arrives, and no worker waits for another.
 
-    What is more than `max_staleness` versions old is dropped; with None nothing is. With "scale" each push is
-    multiplied by `scale(staleness)` instead, 1 / (1 + staleness) where none is given. A worker's own pushes make
-    versions too: it grows stale when it pushes without reading. Raises ValueError or TypeError for anything else.
+    A push that is more than `max_staleness` versions old is dropped; None drops none. With "scale" each push is
+    multiplied by `scale(staleness)` instead, by default by 1 / (1 + staleness). A worker's own pushes make versions
+    too, so a worker that pushes without reading grows stale. Raises ValueError or TypeError for anything else.
     """
 
     max_staleness: int | None = None
@@ -88,11 +88,11 @@ class Asynchronous(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Bounded(Policy):
-    """Each push makes a version, but one that brings its worker more than `staleness` ahead of the slowest is held.
+    """Each push makes a version, but a push that brings its worker more than `staleness` ahead of the slowest is held.
 
-    A worker's clock is the number of its pushes that were applied. The slowest is sought among those that are still
-    there. What is held is applied as soon as the clock allows. With a staleness of 0 all move at once: a step takes one
-    push of each. After a barrier all clocks are equal. Raises ValueError or TypeError for anything else.
+    A worker's clock is the number of its applied pushes. The slowest worker is one that has not left. A held push is
+    applied when the clocks allow. With a staleness of 0 a step takes one push of each worker. After a barrier all
+    clocks are equal. Raises ValueError or TypeError for anything else.
 
     After Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (NIPS 2013).
     """
@@ -108,11 +108,11 @@ class Bounded(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Synchronous(Policy):
-    """Step k takes the k-th push of each worker that is still there, and of those that left what they had pushed.
+    """Step k takes the k-th push of each worker; pushes of a worker that has left still count.
 
-    Who rests at a barrier is not there: a step lacks what it does not push. After the barrier all are in step again.
-    "mean" divides by the number of pushes in the step, "sum" does not. A worker may push ahead of the others: that is
-    held. Raises ValueError for another reduction.
+    No step waits for a worker that has left or waits at a barrier. After the barrier all workers are at the same step.
+    "mean" divides by the number of pushes in the step, "sum" does not. A worker may push ahead of the others; such
+    pushes are held. Raises ValueError for another reduction.
     """
 
     accepts: ClassVar[bool] = True
@@ -128,17 +128,16 @@ class Synchronous(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Quorum(Policy):
-    """The first n pushes make a step, from any workers; when fewer than n workers are there, as many as those.
+    """The first n pushes make a step, from any workers; or fewer, if fewer than n workers are present.
 
-    Who has left is not there, nor who rests at a barrier.
-    `stale` says what is done with a push whose base is not the current version. "accept": it counts like any other.
-    "drop": it is thrown away; with more workers than n that is synchronous training with backup workers. "scale": it
-    counts, multiplied by `scale(staleness)`, 1 / (1 + staleness) where none is given. "mean" divides by the number of
-    pushes in the step, "sum" does not. Raises ValueError or TypeError for anything else; on opening ValueError where
-    there are fewer than n workers.
+    A worker that has left or waits at a barrier is not present. `stale` defines the use of a push whose base is not the
+    current version: "accept" counts it as any other; "drop" discards it, which with more workers than n is synchronous
+    training with backup workers; "scale" multiplies it by `scale(staleness)`, by default by 1 / (1 + staleness). "mean"
+    divides by the number of pushes in the step, "sum" does not. Raises ValueError or TypeError for anything else, and
+    ValueError on opening with fewer than n workers.
 
-    With "drop" a read waits for the step of its client's own push. Otherwise it does not: workers that each wait at
-    another tensor for a step that lacks one push would wait for one another.
+    With "drop" a read waits for the step of its client's own push. Otherwise a read does not wait: two workers could
+    wait for each other, each at a tensor whose step lacks the other's push.
 
     After Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting distributed synchronous SGD" (arXiv:1604.00981, 2016).
     """
@@ -165,7 +164,7 @@ class Quorum(Policy):
 
 
 def _check_scale(stale: str, scale: Scale | None) -> Scale | None:
-    """Return the function to scale with, if any. Raises ValueError for one that would not be used, or is of no use."""
+    """Return the scale function, or None. Raises ValueError for an unused one, and for one without valid weights."""
     if stale != "scale":
         if scale is not None:
             raise ValueError(f"scale is given, but stale is {stale!r}: expected 'scale'")
@@ -176,7 +175,7 @@ def _check_scale(stale: str, scale: Scale | None) -> Scale | None:
 
 
 def _shown(value: object) -> str:
-    """Return the repr of a setting; of a function, which would show its address, its name and some of its values."""
+    """Return the repr of a setting; a function's name and some of its values, since its repr has an address."""
     if isinstance(value, str):
         return repr(str(value))  # a ReduceOp is a string too
     if not callable(value):
@@ -194,12 +193,12 @@ class Span(NamedTuple):
 
 
 def place(name: str, numel: int, itemsize: int, servers: Sequence[int], split_bytes: int) -> tuple[Span, ...]:
-    """Return where the tensor `name`, of `numel` elements of `itemsize` bytes, lies: the first span is its leader's.
+    """Return the spans of the tensor `name`, of `numel` elements of `itemsize` bytes. The first is its leader's.
 
-    One of at least `split_bytes` bytes is cut in one block for each server; they differ by one element at most, the
-    longer ones first, and block i is on server number `(leader + i) % len(servers)`. With fewer elements than servers
-    the last servers have none. A smaller or empty tensor lies whole on its leader, which is number `crc32(name) %
-    len(servers)`: the same on every rank and host, and spread evenly.
+    A tensor of at least `split_bytes` bytes is cut into one block for each server. The blocks differ by one element at
+    most, the longer ones first, and block i is on server number `(leader + i) % len(servers)`. With fewer elements than
+    servers the last servers have none. A smaller or empty tensor is whole on its leader, number `crc32(name) %
+    len(servers)`, which is the same on every rank and host, and spreads names evenly.
 
     >>> place("embedding", 7, 4, servers=(0, 1, 2), split_bytes=16)
     (Span(rank=2, start=0, stop=3), Span(rank=0, start=3, stop=5), Span(rank=1, start=5, stop=7))
@@ -207,12 +206,12 @@ def place(name: str, numel: int, itemsize: int, servers: Sequence[int], split_by
     order = _leader_first(name, servers)
     if len(servers) == 1 or numel == 0 or numel * itemsize < split_bytes:
         return (Span(order[0], 0, numel),)
-    parts = cut(numel, len(order))  # with few elements fewer than there are servers
+    parts = cut(numel, len(order))  # fewer parts than servers, for few elements
     return tuple(Span(rank, start, stop) for rank, (start, stop) in zip(order, parts, strict=False))
 
 
 def spread(name: str, servers: Sequence[int]) -> tuple[Span, ...]:
-    """Return where the table `name` lies: on all servers, its leader first. Which has a row, the row's id says."""
+    """Return the spans of the table `name`, on all servers, its leader's first. The id of a row defines its server."""
     return tuple(Span(rank, 0, 0) for rank in _leader_first(name, servers))
 
 
@@ -232,10 +231,10 @@ STARTS = ("root", "first", "own")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared when a parameter server is opened."""
+    """The settings that ranks compare when they open a parameter server."""
 
     rules: dict[str, Rule]
-    """By name, the default first: the order gives their numbers on the wire."""
+    """Rules by name, the default first. The order defines their numbers on the wire."""
     consistency: Policy
     servers: tuple[int, ...]
     workers: tuple[int, ...]
@@ -244,7 +243,7 @@ class Settings:
     pull_codec: Codec | None
     split_bytes: int
     checkpoints: bool = False
-    """Workers keep what they push until a checkpoint has it."""
+    """True lets workers keep their pushes until a checkpoint has them."""
 
     def __post_init__(self) -> None:
         for name, expected, value in (
@@ -257,15 +256,15 @@ class Settings:
                 raise TypeError(f"{name}={value!r}: expected an object with {expected}(), such as those of aiodist")
 
     def described(self) -> dict[str, str]:
-        """Return each as text, equal on ranks where it means the same."""
+        """Return the settings as text, which is the same on all ranks for equal settings."""
         return {field.name: settings_text(getattr(self, field.name)) for field in fields(self)}
 
     def rule(self, given: RuleLike | None) -> tuple[int, Rule]:
+        """Return the number and the rule of `given`, or the default for None."""
         for number, (name, known) in enumerate(self.rules.items()):
             if given is None or given is known or given == name or getattr(known, "fn", None) is given:
                 return number, known
-        told = ", ".join(self.rules)
-        raise ValueError(f"unknown rule {given!r}: expected one that all ranks gave at the start, {told}")
+        raise ValueError(f"unknown rule {given!r}: expected a rule of the server, {', '.join(self.rules)}")
 
 
 def one_of(name: str, value: Any, expected: Sequence[str]) -> Any:  # noqa: ANN401
@@ -297,7 +296,7 @@ def rules_of(rule: RuleLike, more: Mapping[str, RuleLike]) -> dict[str, Rule]:
 def roles_of(
     coll: Communicator, servers: int | Sequence[int] | None = None, workers: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that serve and those that work, as a `ParameterServer` with these arguments has them."""
+    """Return the servers and the workers of a `ParameterServer` with these arguments."""
     everybody = range(coll.size)
     for name, given in (("servers", servers), ("workers", workers)):
         if given is not None and not isinstance(given, Sequence | int if name == "servers" else Sequence):
@@ -306,7 +305,7 @@ def roles_of(
         servers = env.servers(coll.size) or everybody
     if isinstance(servers, int):
         if isinstance(servers, bool) or not 0 < servers < coll.size:
-            raise ValueError(f"servers={servers}: expected 1 to {coll.size - 1}, so that a rank is left to work")
+            raise ValueError(f"servers={servers}: expected 1 to {coll.size - 1}, so that at least one rank works")
         servers = everybody[-servers:]
     serving = tuple(check_rank(rank, coll.size, "servers") for rank in servers)
     if workers is None:
@@ -319,33 +318,34 @@ def roles_of(
 
 
 Roles = tuple[tuple[int, ...], tuple[int, ...]]
-"""The ranks that serve, and those that work."""
+"""Servers and workers."""
 
 
 @dataclass(frozen=True)
 class ServerMember:
-    """One rank. What stands behind `uid` is of the communicator before; a rank that is new has nothing there."""
+    """One rank in a rebind. All fields except `uid` concern the last communicator; a new rank has their defaults."""
 
     uid: str
-    """The name of its client for good."""
+    """Permanent name of the rank's client."""
     size: int = 0
-    """How many ranks there were."""
+    """Number of ranks, 0 for a new rank."""
     servers: int = 0
-    """How many of them served."""
+    """Number of servers."""
     served: int | None = None
-    """Its place among those."""
+    """Place among the servers, or None if the rank did not serve."""
     worked: bool = True
+    """True if the rank was a worker."""
     roles: Roles | None = None
-    """What it was told now."""
+    """Roles that the program requests for the new communicator."""
     saved: tuple[int, str] | None = None
-    """How many checkpoints it knows of, and the folder of the last."""
+    """Number of checkpoints, and the folder of the last."""
 
 
 def roles_among(members: Sequence[ServerMember], own: Roles) -> Roles:
-    """Return who serves and who works: `own`, as this rank was told, where all are new.
+    """Return the servers and workers: `own` if all ranks are new, otherwise the request of the former ranks.
 
-    Else as the ranks that were there were told. If not at all: where every rank served, all do; or those that served
-    go on, in their order, and work those that did, and new ones. Raises ValueError where no server is left.
+    Without a request all ranks serve and work, if all served before. Otherwise the remaining servers serve, in their
+    order, and the remaining workers and the new ranks work. Raises ValueError if no server remains.
     """
     old = [member for member in members if member.size]
     if not old:
@@ -358,12 +358,12 @@ def roles_among(members: Sequence[ServerMember], own: Roles) -> Roles:
         return everybody, everybody
     places = {member.served: rank for rank, member in enumerate(members) if member.served is not None}
     if not places:
-        raise ValueError("no server of the parameter server is left: expected servers=, the ranks that serve now")
+        raise ValueError("no server of the parameter server is left: expected servers=, the new servers")
     servers = tuple(places[at] for at in sorted(places))
     return servers, tuple(rank for rank in everybody if rank not in servers and members[rank].worked)
 
 
 def kept(members: Sequence[ServerMember], servers: Sequence[int]) -> bool:
-    """Return whether every shard is on the server where it was."""
+    """Return True if every shard is still on its server."""
     old = next((member for member in members if member.size), None)
     return old is not None and [members[rank].served for rank in servers] == list(range(old.servers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ class Table:
     ```python
     words = await ps.embedding("words", 64, optimizer=aiodist.ps.Adagrad(lr=0.1))
     rows = await words.pull(ids)                    # (*ids.shape, 64)
-    await words.push(ids, gradients)                # of an id that is there twice the sum
+    await words.push(ids, gradients)                # the sum, for an id that occurs twice
     ```
-    The first push that names a row makes it. Until then it reads as its first values, which depend on the seed and the
-    id alone. So does the server that has it, on the id and the number of servers.
+    The first push of a row makes it. Before that a pull returns its first values, which depend on the seed and the id
+    alone. The server of a row depends on the id and the number of servers alone.
     """
 
     def __init__(self, session: ParameterServerSession, names: Names, entry: NameEntry, reads: ReadMode) -> None:
@@ -43,7 +43,7 @@ class Table:
 
     @property
     def name(self) -> str:
-        """Its name at the parameter server."""
+        """Name at the parameter server."""
         return self._entry.name
 
     @property
@@ -53,28 +53,28 @@ class Table:
 
     @property
     def rows(self) -> int | None:
-        """Ids are below this; None: below 2^63."""
+        """Upper bound of the ids, or None for 2^63."""
         return self._spec.rows
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the rows."""
+        """Dtype of the rows."""
         return self._spec.dtype
 
     @property
     def in_step(self) -> bool:
-        """A version is one push of each worker: the parameter server is `Synchronous`."""
+        """True if a version is one push of each worker, as with `Synchronous`."""
         return isinstance(self._session.settings.consistency, Synchronous)
 
     @property
     def progress(self) -> Progress:
-        """That of the loop which the calls belong to."""
+        """The `Progress` of the loop of the calls."""
         return self._session.progress
 
     def group(self, ids: Tensor) -> GroupedIds:
-        """Return `ids`, each once, as `pull_grouped` and `push_grouped` take them; from any thread.
+        """Return the distinct `ids` for `pull_grouped` and `push_grouped`; from any thread.
 
-        Raises as `pull` does. Cost: a sort.
+        Raises as `pull`. Cost: a sort.
         """
         return grouped(ids, self._spec, len(self._entry.spans))
 
@@ -89,68 +89,64 @@ class Table:
     ) -> Handle[Tensor]:
         """Return the rows of `ids`, int64 or int32 of any shape: `(*ids.shape, dim)`, in `out` if given.
 
-        They hold what this rank pushed before. With "snapshot" they are of one version of the table, on all servers,
-        and of `at_least` that one; with "lock-free" each server's are what is there just now. The handle's `version`
-        says which. A pull makes no row.
+        The rows include earlier pushes of this rank. With "snapshot" they have one version of the table, on all
+        servers, which is `at_least` that version; with "lock-free" they are the present rows of each server. The
+        handle's `version` is the version read. A pull makes no row.
 
         Raises KeyError after `free`, TypeError and ValueError for ids that are no integers, are negative or not below
-        `rows`, and for another dtype or shape of `out`, BufferInFlight for one that is in use; PeerLost on await when a
-        server is gone. Cost: a message to each server and back: 8 bytes for each id, and its row, once, however often
-        it is there; a sort here.
+        `rows`, and for another dtype or shape of `out`, BufferInFlight for an `out` in use; PeerLost on await if a
+        server is lost. Cost: a message to each server and back, with 8 bytes and the row for each distinct id; a sort
+        on this rank.
         """
         self._check()
         chosen = self.group(ids)
         with torch.inference_mode(False):
             given = torch.empty(*chosen.shape, self.dim, dtype=self.dtype, device="cpu") if out is None else out
         check_writable(given, f"pull of {self.name!r}", "out")
-        into = flat(self._checked(given, "out", chosen)).detach().view(-1, self.dim)
-
-        def spread(rows: Tensor) -> Tensor:
-            with writable(given), torch.no_grad():
-                torch.index_select(rows, 0, chosen.places, out=into)
-            return given
-
-        return self._pull(chosen, spread, writing(into), reads, at_least, timeout)
+        self._checked(given, "out", chosen)
+        return self._pull(chosen, given, reads, at_least, timeout)
 
     def pull_grouped(
         self, chosen: GroupedIds, *, reads: ReadMode | None = None, at_least: int = 0, timeout: float | None = None
     ) -> Handle[Tensor]:
         """Return the rows of `chosen.ids`, which `group` made: `(len(chosen.ids), dim)`. Raises and costs as `pull`."""
         self._check()
-        return self._pull(chosen, None, (), reads, at_least, timeout)
+        return self._pull(chosen, None, reads, at_least, timeout)
 
     def _pull(
         self,
         chosen: GroupedIds,
-        spread: Callable[[Tensor], Tensor] | None,
-        claims: Sequence[Claim],
+        out: Tensor | None,
         reads: ReadMode | None,
         at_least: int,
         timeout: float | None,
     ) -> Handle[Tensor]:
-        """Pull each row once, and return the handle of them: of what `spread` makes of them, if that is given."""
+        """Pull each row once, and return the handle of these rows, or of `out` with a row for each id of the call."""
         mode = READS[one_of("reads", self._reads if reads is None else reads, tuple(READS))]
         version = check_int("at_least", at_least, 0, (1 << 63) - 1)
         nbytes = chosen.ids.numel() * self._spec.row_bytes
         handle = self._session.handle("pull_rows", nbytes, timeout, depth=4)
+        into = None if out is None else flat(out).detach().view(-1, self.dim)
+        claims = [] if into is None else writing(into)
         acquire(claims, handle)
         pool = self._session.context.pool
-        room = pool.take_room(chosen.ids.nbytes)  # servers may look at it until all is over
+        room = pool.take_room(chosen.ids.nbytes)  # servers may read it until the end
         room[: chosen.ids.nbytes].view(torch.int64).copy_(chosen.ids)
         with torch.inference_mode(False):
-            # What does not stay is of the pool: fresh memory costs as much as all the copying.
-            came = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if spread is None else pool.take_room(nbytes)
+            # Rows to be copied to `out` use the pool, since new memory costs as much as all the copying.
+            came = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if out is None else pool.take_room(nbytes)
             rows = came[:nbytes].view(self.dtype).view(-1, self.dim)
         blocks = dict(zip((span.rank for span in self._entry.spans), chosen.blocks(), strict=True))
         ids = {rank: room[block.start * ID_BYTES : block.stop * ID_BYTES] for rank, block in blocks.items()}
 
         def over() -> Tensor:
             pool.release(room)
-            if spread is None:
+            if out is None or into is None:
                 return rows
-            result = spread(rows)
+            with writable(out), torch.no_grad():
+                torch.index_select(rows, 0, chosen.places, out=into)
             pool.release(came)
-            return result
+            return out
 
         operation = UserCall(handle, 1, claims, over)
         part = PullPart(operation, self._entry, nbytes, lambda rank: rows[blocks[rank]].view(-1), ids)
@@ -160,17 +156,17 @@ class Table:
     def push(
         self, ids: Tensor, values: Tensor, *, rule: str | None = None, timeout: float | None = None
     ) -> Handle[None]:
-        """Have servers apply `values`, `(*ids.shape, dim)`, to the rows of `ids`: by the table's optimizer, else added.
+        """Apply `values`, `(*ids.shape, dim)`, to the rows of `ids`: by the table's optimizer, otherwise by addition.
 
-        Values of an id that is there twice are summed. In a step of several workers' pushes each row's are summed, with
-        the weights of the consistency: a mean divides by the number of pushes, whichever rows they have. All workers
-        should push equally often, as any tensor; without ids where they have none. With `rule` "copy" the values
-        replace the rows, before what is summed: of an id that is there twice the last, of workers the last one's.
+        Values of an id that occurs twice are summed. A step of several workers' pushes sums the values of each row,
+        with the weights of the consistency: a mean divides by the number of pushes, also of pushes without the row. All
+        workers should push equally often, as with any tensor, perhaps with no ids. With `rule` "copy" the values
+        replace the rows, before sums are applied: the last value of an id, and that of the last worker.
 
-        Done as `ParameterServer.push`. `ids` and `values` are the caller's again when this returns. Raises KeyError
-        after `free`, TypeError and ValueError for ids as `pull` does, for another dtype or shape of `values`, another
-        rule, and on a rank that is no worker; RemoteError on await for what a server raised, PeerLost when one is gone.
-        Cost: a message to each server, with 8 bytes for each id and its row, once.
+        The await ends as that of `ParameterServer.push`. You may change `ids` and `values` after this call. Raises
+        KeyError after `free`, TypeError and ValueError for ids as `pull`, for another dtype or shape of `values`,
+        another rule, and on a rank that is no worker; RemoteError on await for an error on a server, PeerLost if a
+        server is lost. Cost: a message to each server, with 8 bytes and the row for each distinct id.
         """
         self._check()
         self._session.check_worker("push")
@@ -183,9 +179,9 @@ class Table:
             return self._push(chosen, rows, (), timeout, rule)
 
     def push_grouped(self, chosen: GroupedIds, values: Tensor, *, timeout: float | None = None) -> Handle[None]:
-        """Push `values`, `(len(chosen.ids), dim)`, one row for each of `chosen.ids`; else as `push`.
+        """Push `values`, `(len(chosen.ids), dim)`, one row for each of `chosen.ids`, as `push`.
 
-        `values` must not be changed until it is done. Raises BufferInFlight for those that are written to just now.
+        Do not change `values` before the end. Raises BufferInFlight if an operation in flight writes `values`.
         """
         self._check()
         self._session.check_worker("push")

@@ -1,4 +1,4 @@
-"""A table among the shards of a server: the orders are those of any tensor, what they change is rows."""
+"""A table among the shards of a server: the orders are those of any tensor, and change rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiodist.ps.answers import Answers, Pulling, Pushing, Restored
 from aiodist.ps.context import Context
-from aiodist.ps.row_store import RowStore, check_settings
+from aiodist.ps.row_store import RowStore
 from aiodist.ps.rows import ID_BYTES, TableSpec, ids_in, owners, unpack
 from aiodist.ps.rules import RULES
 from aiodist.ps.service import LIGHT_BYTES
@@ -49,7 +49,7 @@ class TableShard(Shard):
         super().release(client, number)
 
     def hold(self, request: Pulling) -> None:
-        """Change no row until its rows are gathered, in a lock-free read too: growing tensors move."""
+        """Change no row until the rows of `request` are gathered, also for a lock-free read: growing tensors move."""
         self.readers.snapshots.add((request.client, request.number))
 
     def take(self, restored: Restored) -> None:
@@ -58,7 +58,7 @@ class TableShard(Shard):
         self._restart(restored)
 
     def _serve(self, request: Pulling) -> None:
-        """Let the client have the rows that it asks for, as they are now, from a buffer of the pool."""
+        """Send the client the present rows of its ids, from a buffer of the pool."""
         if request.client in self._context.gone:
             return
         assert request.rows is not None
@@ -78,7 +78,7 @@ class TableShard(Shard):
             if error is not None:
                 self._answers.refuse(request, error)
             elif request.client not in self._context.gone:
-                if not inline:  # the client may look at it until it says `RELEASE`
+                if not inline:  # the client may read it until `RELEASE`
                     self.readers.lookers[(request.client, request.number)] = found[0]
                 self._answers.send(self, request, version, found[0][:nbytes])
                 if inline:
@@ -86,7 +86,7 @@ class TableShard(Shard):
             self.readers.snapshots.discard((request.client, request.number))
             self.advance()
 
-        if self._busy:  # a read that waits for no step
+        if self._busy:  # a step runs there
             self._context.service.run(gather, gathered)
         else:
             self._context.service.do(nbytes, gather, gathered)
@@ -100,7 +100,7 @@ class TableShard(Shard):
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
         """Change the rows by all pushes of a step, in any thread: copies first, then by the optimizer, or by adding."""
-        own = RULES["add"] if self.store.optimizer is None else None  # that of the optimizer
+        own = RULES["add"] if self.store.optimizer is None else None  # None is the optimizer
         rules = [None if push.rule == TABLE else self._context.rules[push.rule] for push, _ in pushes]
         if not all(rule is own or rule is RULES["copy"] for rule in rules):
             raise ValueError(f"a push to the table {self.name!r}: expected its own rule, or copy")
@@ -121,13 +121,12 @@ class TableShard(Shard):
                 self.store.add(ids, values, weight)
 
     def _configure(self, settings: dict[str, float]) -> None:
-        check_settings(self.spec, settings, self.name)
         if self.store.optimizer is not None:
             self.store.optimizer.configure(settings)
 
 
 def _summed(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor]:
-    """Return the ids of all pieces, each once, and the weighted sum of their rows, in the order of pieces."""
+    """Return the distinct ids of all pieces, and the weighted sum of their rows, in the order of pieces."""
     if len(pieces) == 1:
         ids, values, weight = pieces[0]
         return ids, values if weight == 1 else values * weight

@@ -159,7 +159,7 @@ def test_p15_optimizers_of_rows_are_those_of_torch(case: str, dim: int) -> None:
 
 def test_p15_settings_that_rows_cannot_have_are_refused() -> None:
     for rule, told in (
-        (SGD(lr=0.1, momentum=0.9), "SGD of rows: momentum: it would change rows that nobody pushed"),
+        (SGD(lr=0.1, momentum=0.9), "SGD of rows: momentum: expected settings that change only pushed rows"),
         (SGD(lr=0.1, weight_decay=0.1), "weight_decay"),
         (Adam(lr=0.1, amsgrad=True), "Adam of rows: amsgrad"),
     ):
@@ -176,7 +176,7 @@ def test_p15_settings_that_rows_cannot_have_are_refused() -> None:
         ({"lr": "fast"}, TypeError, "lr='fast': expected a number"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
         ({"momentum": 0.9}, ValueError, "Adagrad of rows: momentum"),
-        ({"weight_decay": 0.1}, ValueError, "weight_decay: it would change rows that nobody pushed"),
+        ({"weight_decay": 0.1}, ValueError, "weight_decay: expected settings that change only pushed rows"),
         ({"initial_accumulator_value": 1.0}, ValueError, "initial_accumulator_value: expected eps, lr"),
     ):
         with pytest.raises(kind, match=told):

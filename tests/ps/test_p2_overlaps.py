@@ -100,8 +100,8 @@ async def test_p2_what_is_pushed_and_pulled_may_overlap_or_is_refused(
 async def test_p2_an_output_that_overlaps_another_value_is_named(coll: Communicator) -> None:
     async with ParameterServer(coll, {"a": torch.zeros(4), "b": torch.zeros(4)}, workers=[0, 1]) as ps:
         t = torch.ones(8)
-        with pytest.raises(ValueError, match="out for 'a' overlaps the values for 'b' without being them"):
+        with pytest.raises(ValueError, match="out for 'a' overlaps the values for 'b', but is not the same"):
             ps.push_pull(["a", "b"], [t[:4], t[4:]], [t[4:], t[:4]])
-        with pytest.raises(ValueError, match="out for 'a' overlaps the values for 'a' without being them"):
+        with pytest.raises(ValueError, match="out for 'a' overlaps the values for 'a', but is not the same"):
             ps.push_pull("a", t[:4], t[1:5])
         await ps.push_pull("a", t[:4], t[:4])

@@ -369,7 +369,7 @@ def test_p3_there_is_nothing_to_configure_and_nothing_to_keep(rule: Rule) -> Non
     assert rule.state_dict(state) == {}
     rule.load_state_dict(state, {})
     rule.configure(state)
-    with pytest.raises(ValueError, match=rf"rule {rule.name}: lr: it has no settings"):
+    with pytest.raises(ValueError, match=rf"rule {rule.name}: lr: the rule has no settings"):
         rule.configure(state, lr=0.1)
-    with pytest.raises(ValueError, match=rf"rule {rule.name}: step: it has no state"):
+    with pytest.raises(ValueError, match=rf"rule {rule.name}: step: the rule has no state"):
         rule.load_state_dict(state, {"step": 1})
