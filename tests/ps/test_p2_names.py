@@ -263,7 +263,7 @@ async def test_p2_free_waits_for_what_is_in_flight(coll: Communicator) -> None:
 @pytest.mark.ranks(2)
 async def test_p2_a_name_is_there_once(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": full(0)}) as ps:
-        with pytest.raises(KeyError, match="'w' was init"):
+        with pytest.raises(KeyError, match="'w' is a name already"):
             ps.init("w", full(0))
         with pytest.raises((KeyError, ValueError), match="'a'"):
             ps.init(["a", "a"], [full(0), full(1)])
@@ -274,7 +274,7 @@ async def test_p2_a_name_is_there_once(coll: Communicator) -> None:
         await ps.init("a", full(0))
         freed = ps.free("a")
         if not freed.done():  # as it is on the rank that leads it
-            with pytest.raises(KeyError, match="free of 'a' is not over"):
+            with pytest.raises(KeyError, match="free of 'a' is in flight"):
                 ps.init("a", full(0))
         await freed
         await ps.init("a", full(0))
