@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a training that goes the same way on any number of ranks."""
+"""Fixtures of checkpoint tests: a training with equal results on any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiodist.nn import DataParallel
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """One thread for torch, and generators that go on afterwards as if nothing had been loaded."""
+    """Use one thread for torch, and restore the generators after the test."""
     threads = torch.get_num_threads()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     torch.set_num_threads(1)

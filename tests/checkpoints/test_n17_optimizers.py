@@ -1,4 +1,4 @@
-"""N17: torch's optimizers and learning rate schedules go on bit by bit."""
+"""N17: torch's optimizers and learning rate schedules continue bit by bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_n17_optimizers_and_schedules_of_torch_go_on(
 
 
 class WideMomentum(torch.optim.Optimizer):
-    """Keeps its momentum in float64 beside parameters of any dtype."""
+    """Keeps its momentum in float64, with parameters of any dtype."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -91,7 +91,7 @@ class WideMomentum(torch.optim.Optimizer):
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes, of which one has no element, one is a scalar, and one is used twice."""
+    """Parameters of several dtypes: one without elements, a scalar, and one that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ async def test_n17_local_sgd_goes_on_to_the_bit(coll: Communicator, tmp_path: Pa
     await saving
     expected = run.weights()
     again = await Local.make(coll, **options)
-    await again.steps(0, 4)  # something else is under way
+    await again.steps(0, 4)  # another training
     await aiodist.load(folder, again.net, again.local)
     states = await coll.allgather_object(again.weights())
     assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
@@ -89,7 +89,7 @@ async def test_n17_local_sgd_goes_on_to_the_bit(coll: Communicator, tmp_path: Pa
 
 @pytest.mark.ranks(3)
 async def test_n17_local_sgd_on_fewer_ranks(coll: Communicator, tmp_path: Path) -> None:
-    """Parameters, the outer momentum and rates go on; the momentum of ranks begins anew."""
+    """Parameters, the outer momentum and rates continue; the momentum of each rank restarts."""
     folder = Path(await coll.broadcast_object(str(tmp_path)))
     run = await Local.make(coll, every=3, outer=nesterov)
     await run.steps(0, 8)
@@ -173,7 +173,7 @@ async def test_n17_a_queue_of_shards_as_own(coll: Communicator, tmp_path: Path, 
         for _ in range(1 + coll.rank):
             mine += await anext(batches)
         saving = aiodist.save(folder, net, per_rank=[queue])
-        await anext(batches, None)  # behind the save
+        await anext(batches, None)  # after the save
         await saving
     group = await coll.group(range(ranks))
     if coll.rank < ranks:

@@ -1,4 +1,4 @@
-"""N17: what was saved is loaded bit by bit, on as many ranks as there are; steps go on while it is written."""
+"""N17: a save is loaded bit by bit, on any number of ranks; steps continue during the write."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_n17_training_goes_on_bit_by_bit_on_any_number_of_ranks(training: Any, p
             run = await training.make(coll)
             await run.steps(0, 3)
             saving = aiodist.save(path, run.net, run.opt, metadata={"step": 3})
-            saved = run.net.submit(run.state)  # behind the copy
-            after = await run.steps(3, 6)  # beside the writing, which must not see them
+            saved = run.net.submit(run.state)  # after the copy
+            after = await run.steps(3, 6)  # during the write, which must not see these steps
             assert await saving == path / "checkpoint-00000001"
             expected.update(state=await saved, losses=after, end=run.state())
 
@@ -159,7 +159,7 @@ class Loader:
 
 
 class Queue(Loader):
-    """One that can be divided anew."""
+    """A loader that can be divided for another number of ranks."""
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         self.at = sum(state["at"] for state in states)
@@ -202,7 +202,7 @@ def test_n17_each_rank_has_its_random_states_and_loaders_back(path: Path) -> Non
                 seen = draw(mine[:4])
                 if rank < 3:
                     assert seen == drawn[rank]
-                else:  # seeded anew, from what was saved
+                else:  # seeded from the saved state
                     assert seen == anew.setdefault(rank, seen)
                     assert seen not in [draw(own(rank + 20)[:4]), *drawn.values(), anew.get(7 - rank)]
 
@@ -513,7 +513,7 @@ async def test_n17_ranks_that_differ_where_they_must_not_are_told(
 async def test_n17_values_that_differ_between_ranks_are_told(
     coll: Communicator, training: Any, path: Path, dtype: torch.dtype
 ) -> None:
-    """One element of one tensor of what all ranks have alike; the checkpoint before is left."""
+    """One element of a shared tensor differs; the earlier checkpoint stays."""
     path = Path(await coll.broadcast_object(str(path)))
     run = await training.make(coll)
     other = nn.Module()

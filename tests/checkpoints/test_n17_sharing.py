@@ -1,4 +1,4 @@
-"""N17: tensors of which each rank has a piece or a block, into another number of ranks."""
+"""N17: tensors in pieces or blocks of the ranks, loaded on another number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_n17_shares_are_even_and_have_each_element_once(tensors: list[tuple[int,
 
 
 class Sharded:
-    """What a sharded optimizer looks like: each rank has a contiguous piece of each tensor, made flat."""
+    """A model of a sharded optimizer: each rank has a contiguous piece of each flat tensor."""
 
     SHAPES: ClassVar[dict[str, tuple[int, ...]]] = {"exp_avg": (7, 5), "tiny": (2,), "big/one": (30_011,), "scalar": ()}
 
@@ -94,7 +94,7 @@ def test_n17_pieces_go_to_another_number_of_ranks(path: Path, training: Any) -> 
             opt = Sharded(coll.rank, coll.size, 3)
             assert isinstance(opt, InPieces)
             saving = aiodist.save(path, net, opt)
-            await net.submit(opt.kept["big/one"].tensor.zero_)  # behind the copy
+            await net.submit(opt.kept["big/one"].tensor.zero_)  # after the copy
             await saving
 
     async def load() -> None:

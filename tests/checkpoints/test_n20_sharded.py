@@ -1,4 +1,4 @@
-"""N17, N20: a sharded optimizer goes on from a checkpoint, on other ranks, as one process does, and as a plain one."""
+"""N17, N20: a sharded optimizer continues from a checkpoint on other ranks, as one process does, and as a plain one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiodist.testing import run_ranks
 
 
 class Mixed(nn.Module):
-    """Odd sizes, a number, nothing, what nobody uses, a convolution in the order of channels_last."""
+    """Odd sizes, a number, an empty tensor, unused parameters, a convolution in channels_last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def states_of(opt: Any, parts: list[Any] | None = None) -> Any:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("plain_saved", [True, False], ids=["plain to sharded", "sharded to plain"])
 def test_n20_plain_and_sharded_optimizers_load_each_other(tmp_path: Path, name: str, plain_saved: bool) -> None:
-    """4 ranks save; the state is bit by bit the same in the other kind, on 1, 2, 3 and 5 ranks, and goes on."""
+    """4 ranks save; the other kind has the same state bit by bit, on 1, 2, 3 and 5 ranks, and continues."""
 
     async def whole(opt: Any, coll: Communicator) -> Any:
         if not isinstance(opt, ShardedOptimizer):
@@ -127,7 +127,7 @@ def test_n20_plain_and_sharded_optimizers_load_each_other(tmp_path: Path, name: 
                 )
 
     saved, after = run_ranks(4, save)[0]
-    assert len(saved["state"]) == len(list(mixed(0).parameters())) - 3  # what nobody uses has none
+    assert len(saved["state"]) == len(list(mixed(0).parameters())) - 3  # unused parameters have none
     for loaded_by in (1, 2, 3, 5):
         run_ranks(loaded_by, load)
 

@@ -1,4 +1,4 @@
-"""N15: items go to a (simulated) CUDA device ahead of time. What they may be made of is in test_n15_nesting.py."""
+"""N15: items go to a (simulated) CUDA device ahead of time. Kinds of items are in test_n15_nesting.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def copy_stream(device: int = 0) -> Any:
 
 
 async def firsts(items: Prefetched[Tensor]) -> list[float]:
-    """Take all items; read each at once on a stream that nothing has been ordered behind the copy."""
+    """Take all items; read each immediately on a stream that is not ordered after the copy."""
     side: Any = torch.cuda.Stream()
     found = []
     async for t in items:
@@ -216,7 +216,7 @@ async def test_n15_reading_does_not_wait_for_the_transport_lock(simulated_cuda: 
 
 
 async def test_n15_memory_is_not_used_anew_before_the_consumer_has_computed(simulated_cuda: SimulatedCuda) -> None:
-    """The fixture tells of work that used memory which had been freed."""
+    """The fixture reports work that used freed memory."""
     side: Any = torch.cuda.Stream()
     sums = []
     async with asyncio.timeout(30), prefetch(tensors(6), depth=1, device="cuda") as items:

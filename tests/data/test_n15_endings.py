@@ -80,7 +80,7 @@ async def test_n15_an_error_is_raised_at_its_item(position: int, where: str) -> 
     }[where]()
     seen = []
     async with asyncio.timeout(20):
-        with pytest.raises(LookupError) as raised:  # noqa: PT012  - the iteration is what is tested
+        with pytest.raises(LookupError) as raised:  # noqa: PT012  - the iteration is under test
             async with opened as items:
                 with contextlib.suppress(ZeroDivisionError):
                     async for item in items:
@@ -114,7 +114,7 @@ async def test_n15_errors_of_every_kind_reach_the_consumer_alone(kind: type[Base
         expected = RuntimeError if kind is StopAsyncIteration else kind
         with pytest.raises(expected):
             await anext(items)
-        with pytest.raises(StopAsyncIteration):  # the iteration is over
+        with pytest.raises(StopAsyncIteration):  # the iteration has ended
             await anext(items)
     assert nothing_in_flight()
 

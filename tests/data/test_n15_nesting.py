@@ -1,4 +1,4 @@
-"""N15: where the tensors of an item are found, and what becomes of the containers around them."""
+"""N15: tensors in nested items, and the containers around these tensors."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ async def test_n15_the_next_item_is_made_while_the_consumer_holds_the_loop(
     def source() -> Iterator[int]:
         for i, event in enumerate(made):
             yield i
-            event.set()  # somebody asks for the next: this one was read, and handed on
+            event.set()  # the next item is requested, so this one was read and passed on
 
     async with asyncio.timeout(20), prefetch(source(), depth=2, transform=transform) as items:
         await anext(items)

@@ -251,7 +251,7 @@ async def test_n16_an_error_of_reading_comes_in_its_place_and_the_rest_goes_to_o
 async def test_n16_shards_that_give_another_number_of_records_are_an_error(
     coll: Communicator, wait: bool, count: int
 ) -> None:
-    """With too few ranks lost count of what was used, and with `wait` none ever ended."""
+    """With too few ranks a queue once lost count of used records, and with `wait` no pass ended."""
 
     class Torn(IndexShards):
         def read(self, shard: int, within: Sequence[int], /) -> list[int]:
@@ -284,7 +284,7 @@ async def test_n16_a_queue_that_was_closed_is_forgotten(coll: Communicator) -> N
 
 @pytest.mark.ranks(2)
 async def test_n16_numbers_of_numpy_are_numbers(coll: Communicator) -> None:
-    """They cannot travel on the control channel: all ranks waited for ever."""
+    """The control channel cannot send such numbers, and all ranks once waited forever."""
 
     shards = IndexShards(7, 4)
     shards.sizes = np.array([4, 0, 3])  # type: ignore[assignment]
@@ -357,7 +357,7 @@ async def test_n16_shards_with_threads_are_read_on_several(coll: Communicator) -
 async def test_n16_another_number_of_ranks_goes_on(
     coll: Communicator, shuffle: Shuffle, before: int, after: int, steps: int
 ) -> None:
-    """What lies ready in the prefetch of a rank is not used, and comes after the interruption."""
+    """Ready items in the prefetch of a rank are not used, and come after the interruption."""
     mine: list[int] = []
     state: dict[str, Any] | None = None
     first = await coll.group(range(before))
@@ -387,7 +387,7 @@ async def test_n16_another_number_of_ranks_goes_on(
 
 @pytest.mark.ranks(3)
 async def test_n16_a_state_of_a_state(coll: Communicator) -> None:
-    """Twice interrupted, and loaded in the queue that goes on."""
+    """Interrupted twice, and loaded into the same queue."""
     queue = queue_of(coll, batch_size=4, shuffle=True)
     mine: list[int] = []
     for _ in range(3):
@@ -555,7 +555,7 @@ async def test_n16_a_program_that_ends_in_the_middle_gives_back(coll: Communicat
 
 @pytest.mark.ranks(3)
 async def test_n16_a_lost_rank_s_records_go_to_others(coll: Communicator) -> None:
-    """But for what it had said to be used; who waited gets them."""
+    """Other ranks get its records, without those that it had reported as used."""
     dup = await coll.dup()
     queue = queue_of(dup, batch_size=4, wait=True)
     mine: list[int] = []
@@ -621,7 +621,7 @@ async def test_n16_an_abort_ends_who_waits(coll: Communicator) -> None:
 
 @pytest.mark.parametrize("traceback", ["", "Traceback: a slip"])
 def test_n16_others_go_on_when_a_program_fails(traceback: str) -> None:
-    """Its communicator is lost to them, and the queue is not."""
+    """They lose the communicator, but not the queue."""
 
     async def main() -> list[int]:
         mine: list[int] = []

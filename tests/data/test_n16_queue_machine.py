@@ -1,4 +1,4 @@
-"""N16: the machine of a queue of shards, walked at random beside a model that knows where each record is."""
+"""N16: random walks of the machine of a shard queue, with a model of the place of each record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def positions(*ranges: Range) -> list[int]:
 
 
 class QueueWalk(RuleBasedStateMachine):
-    """Five ranks of which any does anything."""
+    """Five ranks with random events."""
 
     @initialize(sizes=SIZES, least=st.integers(1, 9), before=st.sets(st.integers(0, 300)))
     def begin(self, sizes: list[int], least: int, before: set[int]) -> None:
@@ -113,11 +113,11 @@ class QueueWalk(RuleBasedStateMachine):
         assert self.machine.left == len(self.free)
         assert self.machine.holders == {rank: len(held) for rank, held in self.held.items() if held}
         assert not (self.waiting and self.free)
-        for rank in self.waiting:  # it waits for somebody
+        for rank in self.waiting:  # another rank holds records
             assert any(held for holder, held in self.held.items() if holder != rank)
 
     def teardown(self) -> None:
-        """All go on until there is nothing more: each record is used once, and nobody waits."""
+        """All ranks continue to the end: each record is used once, and no rank waits."""
         if not hasattr(self, "machine"):
             return
         for rank in range(5):

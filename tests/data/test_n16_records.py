@@ -32,7 +32,7 @@ each_compressor = pytest.mark.parametrize("compressor", COMPRESSORS)
 
 
 def make(lengths: list[int], seed: int = 0) -> list[bytes]:
-    """Distinct records, half of which compress."""
+    """Distinct records; half of these compress."""
     rng = random.Random(seed)
     return [rng.randbytes(n) if n % 2 else bytes([rng.randrange(256)]) * n for n in lengths]
 
@@ -149,7 +149,7 @@ def test_n16_opening_leaves_no_page_in_memory_and_takes_none(tmp_path: Path) -> 
             pytest.skip("this file system keeps all in memory")
         with RecordFile(path) as file:
             left = {number for number, page in enumerate(in_memory(path)) if page}
-            # Where the disk answers within the call that asks what is in memory, that page seems to have been there.
+            # If the disk answers within the query for resident pages, that page counts as resident.
             assert left <= {chunk.offset // mmap.PAGESIZE for chunk in file.chunks}
             assert len(list(file)) == len(file) == 10
         with RecordFile(path) as file:
@@ -251,7 +251,7 @@ def test_n16_a_writer_takes_any_buffer_and_keeps_what_an_error_left(tmp_path: Pa
 
 
 def test_n16_a_record_of_any_layout_is_written_whole(tmp_path: Path) -> None:
-    """Its length had been written before it turned out that its bytes were not to be had: the chunk was damaged."""
+    """Its length was once written before its bytes raised, which damaged the chunk."""
     odd: list[Any] = [
         memoryview(b"abcdef")[::2],
         np.arange(5, dtype="u1"),

@@ -1,4 +1,4 @@
-"""W3: a queue of shards goes on in another world, and each record is used once; ranks are tasks of this process."""
+"""W3: a queue of shards continues in another world, and each record is used once; ranks are tasks of this process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def train(module: Tally, seed: int, shuffle: Shuffle, ahead: int, grows_at
 def test_w3_each_record_is_trained_on_once_though_ranks_die_at_any_moment(
     seed: int, shuffle: Shuffle, ahead: int
 ) -> None:
-    """The parameters are the counts. Of four ranks two are killed, the first one too; one joins in the first epoch."""
+    """The parameters are the counts. Two of four ranks are killed, also the first; one joins in the first epoch."""
 
     async def main(number: int) -> Any:
         module = Tally()
@@ -99,7 +99,7 @@ def test_w3_each_record_is_trained_on_once_though_ranks_die_at_any_moment(
 
 @pytest.mark.parametrize("dead", [0, 2])
 def test_w3_without_steps_in_common_records_are_handed_on_and_those_that_were_told_are_not(dead: int) -> None:
-    """What a rank that dies had been given it has told the first rank, unless that dies with it."""
+    """A rank that dies has reported its used records to the first rank, unless that rank dies too."""
 
     async def main(number: int) -> Any:
         mine: list[int] = []
@@ -108,7 +108,7 @@ def test_w3_without_steps_in_common_records_are_handed_on_and_those_that_were_to
             async with prefetch(queue, depth=2) as batches:
                 for _ in range(3 + number):
                     mine += await anext(batches)
-                await asyncio.sleep(1.0)  # what was used is told by now
+                await asyncio.sleep(1.0)  # used records are reported by now
                 if number == dead:
                     given[dead] = mine
                     kill_rank()
