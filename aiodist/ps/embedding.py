@@ -1,4 +1,4 @@
-"""What pushes in backward passes: `BackwardPushes`, and `Embedding`, a layer whose rows live on the servers."""
+"""Pushes in backward passes: `BackwardPushes`, and `Embedding`, a layer whose rows are on the servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from aiodist.ps.table import Table
 
 
 class BackwardPushes:
-    """Pushes the gradients of a block's backward passes; leaving it waits until they are where `push` says."""
+    """Pushes the gradients of the backward passes in a block. The end of the block waits for the pushes."""
 
     def __init__(self, tensors: Sequence[Tensor], push: Callable[[Tensor], Handle[None]], progress: Progress) -> None:
         self._tensors = tensors
@@ -49,18 +49,18 @@ class BackwardPushes:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
-        begun = asyncio.get_running_loop().create_future()  # what other threads left to the loop
+        begun = asyncio.get_running_loop().create_future()  # done after earlier calls of other threads
         self._progress.post(partial(begun.set_result, None))
         await begun
         failed = error is not None or bool(self._errors)
-        await gather(*self._pushes, return_exceptions=failed)  # the gradients are its pushes' until then
+        await gather(*self._pushes, return_exceptions=failed)
         if self._errors and error is None:
             raise self._errors[0]
 
     def _begin(self, t: Tensor) -> None:
         try:
             self._pushes.append(self._push(t))
-        except Exception as error:  # noqa: BLE001  - backward must not be told of it; leaving the block is
+        except Exception as error:  # noqa: BLE001  - raised at the end of the block, not in backward
             self._errors.append(error)
 
 
@@ -69,14 +69,15 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Batch:
-    """One batch that was prefetched: its rows are to be those after so many steps."""
+    """A prefetched batch."""
 
     steps: int
+    """Number of steps that its rows must include."""
 
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """The rows of one tensor of ids, on their way; `batch` is None where no push follows."""
+    """A pull of the rows of one tensor of ids. `batch` is None if no push follows."""
 
     chosen: GroupedIds
     batch: _Batch | None
@@ -128,16 +129,16 @@ class Embedding(nn.Module):
         self._lock = threading.Lock()
         self._fetches = WeakTensorKeyDictionary()
         self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
-        """Those that were prefetched and are not pushed yet, unless nobody has them any more."""
+        """Prefetched batches that were not pushed yet."""
         self._steps = 0
-        """Pushes that backward passes have begun."""
+        """Number of pushes that backward passes have begun."""
         self._first_version = 0
-        """The version of the table before the first of them, as far as that is known."""
+        """Version of the table before the first of these pushes, as far as known."""
         self._backward = -1
-        """The number that autograd has for the pass to which the gradients belong."""
+        """Autograd's number of the backward pass of the gradients."""
         self._gradients: list[tuple[_Fetch, Tensor]] = []
         self._held: list[tuple[_Fetch, Tensor]] = []
-        """Those of passes that are over."""
+        """Gradients of finished passes."""
         self._accumulates = False
         self._pushes: deque[Handle[None]] = deque()
         self._error: Exception | None = None
@@ -179,7 +180,7 @@ class Embedding(nn.Module):
         return F.embedding(places, rows)
 
     def _rows(self, ids: Tensor) -> tuple[_Fetch, Tensor]:
-        """Return the rows that were asked for early; ask now where there are none, or where they are too old."""
+        """Return the prefetched rows, or pull if there are none, or if they are too old."""
         with self._lock:
             fetch = self._fetches.pop(ids, None)
         # Else they wait for steps which this rank has not made: earlier batches had no backward.
@@ -190,11 +191,11 @@ class Embedding(nn.Module):
         fetch = _Fetch(self.table.group(ids), None) if fetch is None else _Fetch(fetch.chosen, fetch.batch)
         self._issue(fetch, 0)
         rows, version = self._wait(fetch)
-        self._is_too_old(version)  # for what it learns of versions
+        self._is_too_old(version)  # updates the first version
         return fetch, rows
 
     def _is_too_old(self, version: int | None) -> bool:
-        """Return whether rows of this version miss pushes of this rank's that they should have."""
+        """Return True if rows of this version lack pushes of this rank."""
         if version is None or not self.table.in_step:
             return False
         with self._lock:  # no read sees more steps than this rank has begun
@@ -202,7 +203,7 @@ class Embedding(nn.Module):
             return version < self._first_version + self._steps
 
     def _issue(self, fetch: _Fetch, at_least: int) -> None:
-        """Pull, on the loop's thread: now where this is it, else behind what was left to it before."""
+        """Pull on the loop's thread."""
 
         def pull() -> None:
             try:
@@ -229,7 +230,7 @@ class Embedding(nn.Module):
         with progress.waiting():
             if not internals.block_unless(handle, partial(_is_pointless, handle, progress.loop)):
                 if progress.loop.is_closed():
-                    raise RuntimeError(f"the event loop was closed while {handle} was under way")
+                    raise RuntimeError(f"the event loop was closed while {handle} was in flight")
                 handle.wait()  # tells who is late
         return handle.result(), handle.version
 
@@ -254,7 +255,7 @@ class Embedding(nn.Module):
             self._accumulates, self._held = False, []
 
     def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
-        """Backward has the gradient of these rows; what it has of others comes before it ends."""
+        """Take the gradient of these rows in a backward pass."""
         gradient, rows.grad = rows.grad, None
         assert gradient is not None
         backward = _current_graph_task_id()
@@ -264,7 +265,7 @@ class Embedding(nn.Module):
         self._gradients.append((fetch, gradient))
 
     def _backward_over(self) -> None:
-        """Push the gradients of one backward pass, unless more are to come."""
+        """Push the gradients of one backward pass, unless a block accumulates them."""
         self._held += self._gradients
         self._gradients = []
         if not self._accumulates:
@@ -292,7 +293,7 @@ class Embedding(nn.Module):
             self._error = self._error or error
 
     def _check(self) -> None:
-        """Raise what made a push fail; forget those that went well."""
+        """Raise the error of a failed push, and forget successful pushes."""
         while self._pushes and self._pushes[0].done():
             self._pushes.popleft().result()
         if self._error is not None:
@@ -301,6 +302,6 @@ class Embedding(nn.Module):
 
 
 def _is_pointless(handle: Handle[Any], loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether a thread should not wait for `handle` any longer: its loop is gone, or it is late."""
+    """Return True if a thread must stop its wait for `handle`: the loop is closed, or the deadline has passed."""
     left = internals.seconds_left(handle)
     return loop.is_closed() or (left is not None and left <= 0)
