@@ -15,17 +15,17 @@ from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorError, DeadlockError, PeerError
 from aiodist.handles import Handle, internals
 from aiodist.handles.state import FutureWaiter
+from aiodist.nn.bucket_plan import Sizes
 from aiodist.nn.buckets import Bucket, Slot, row_parameters
 from aiodist.nn.compression import Compression
 from aiodist.nn.compute import Compute
-from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import placement
 from aiodist.nn.drivers import Driver
 from aiodist.nn.joiners import JoinedState
 from aiodist.nn.layout import named_state, structure
+from aiodist.nn.passes import Pass
 from aiodist.nn.per_rank import Shared
 from aiodist.nn.reducer import Reducer
-from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import Changes, StepSettings
 from aiodist.streams import HostStream
 from aiodist.types import settings_text
@@ -124,15 +124,15 @@ class Binding:
                 self._work = None
 
     async def _finish_in_time(self, work: Handle[T]) -> T:
-        ended = FutureWaiter(self.reducer.progress.loop.create_future())
-        self.reducer.waiting.append(ended.future)
+        ended = FutureWaiter(self.reducer.loop.progress.loop.create_future())
+        self.reducer.loop.waiting.append(ended.future)
         internals.add_waiter(work, ended)
         try:
             await ended.future
             return work.result()
         finally:
             internals.remove_waiter(work, ended)
-            self.reducer.waiting.remove(ended.future)
+            self.reducer.loop.waiting.remove(ended.future)
 
     async def backward_iter(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
         """Run backward, and yield each parameter with its reduced gradient."""
@@ -164,7 +164,7 @@ class Binding:
 
     def check_loop(self) -> None:
         """Raise RuntimeError on another thread than the loop's."""
-        self.reducer.progress.check_here(repr(self))
+        self.reducer.loop.progress.check_here(repr(self))
 
     def check_updated(self) -> None:
         """Raise RuntimeError while the optimizer of the last step has pending updates."""
@@ -182,7 +182,7 @@ class Binding:
 
     def check_reduces(self, call: str, opt: object = None) -> None:
         """Raise RuntimeError if a pass would not bring reduced gradients to the parameters, or to `opt`."""
-        if self.reducer.local:
+        if self.reducer.sums.blocks:
             raise RuntimeError(f"net.{call} inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
         if self.reducer.owner not in (None, opt):
             raise RuntimeError(
@@ -192,7 +192,7 @@ class Binding:
 
     def check_kept(self) -> None:
         """Raise RuntimeError if a step would drop gradients that `no_sync` has accumulated."""
-        if not self.reducer.kept:
+        if not self.reducer.sums.kept:
             return
         gradients = [p.grad for p in self.shared.parameters() if p.grad is not None]
         if any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients):
@@ -202,7 +202,7 @@ class Binding:
                 "backward reduce the sum, `await net.backward(loss)`, and then `await net.submit(opt.step)`. "
                 "`net.zero_grad()` drops them"
             )
-        self.reducer.kept = False
+        self.reducer.sums.kept = False
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Binding:
         except DeadlockError:  # raised by the call of each rank that waited
             pass
         except Exception as error:  # noqa: BLE001  - raised below
-            if not (self.reducer.parted and isinstance(error, CommunicatorError)):
+            if not (self.reducer.consensus.parted and isinstance(error, CommunicatorError)):
                 failed = error
         self.ended = "is closed"
         await self.compute.stream.aclose()
@@ -241,7 +241,7 @@ def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:
             yield cast(nn.Parameter, slot.parameter), slot.result
 
 
-async def _ended(work: Handle[tuple[Tensor, Reduction]], arrivals: asyncio.Queue[Bucket | None]) -> None:
+async def _ended(work: Handle[tuple[Tensor, Pass]], arrivals: asyncio.Queue[Bucket | None]) -> None:
     """Wait for the end of a pass, and mark the end of its buckets."""
     try:
         _, reduction = await work

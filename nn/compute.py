@@ -14,9 +14,10 @@ from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle, internals
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket
+from aiodist.nn.consensus import Role
 from aiodist.nn.pass_status import PassStatus, StatusKind
+from aiodist.nn.passes import Pass
 from aiodist.nn.reducer import Reducer
-from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings
 from aiodist.streams import HostStream
 
@@ -41,7 +42,7 @@ def called(name: str) -> Callable[[F], F]:
 
 
 class Compute:
-    """One thread, always the same, and the reducer of what it computes.
+    """The compute thread of a net, with the reducer of what it computes.
 
     `submit` belongs to the loop, everything else to the thread itself.
     """
@@ -49,46 +50,47 @@ class Compute:
     def __init__(self, stream: HostStream, reducer: Reducer) -> None:
         self.stream = stream
         self.reducer = reducer
-        self._trusted: Reduction | None = None
-        """The pass whose gradients were used while their devices still reduced them."""
+        self._trusted: Pass | None = None
+        """Pass whose gradients were used while devices were still reducing them."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Return a handle of `fn(*args, **kwargs)`, which runs behind what was asked earlier, on CUDA devices too."""
+        """Return a handle of `fn(*args, **kwargs)`, which runs after all earlier work, on CUDA devices too."""
         if not self.reducer.devices:
             return self.stream.submit(fn, *args, **kwargs)
-        behind: Callable[P, T] = update_wrapper(partial(self._behind, fn), fn)
-        return self.stream.submit(behind, *args, **kwargs)
+        after: Callable[P, T] = update_wrapper(partial(self._after_devices, fn), fn)
+        return self.stream.submit(after, *args, **kwargs)
 
-    def _behind(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def _after_devices(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         try:
             self.reducer.devices.follow()
         except RuntimeError as error:
-            self.reducer.refuse(error)
+            self.reducer.consensus.refuse(error)
             raise
         return fn(*args, **kwargs)
 
     def is_current(self) -> bool:
         return self.stream.is_current()
 
-    # --- waiting ------------------------------------------------------------------------------------------------
+    # --- waiting -----------------------------------------------------------------------------------------------------
 
     def wait(self, handle: Handle[T]) -> T:
+        """Return the result of `handle`, or raise its error."""
         self.block(handle)
         return handle.wait()
 
     def block(self, handle: Handle[Any]) -> None:
-        """Block the thread until `handle` is over, however it ends; give up when the loop is gone."""
+        """Block the thread until `handle` is done, however it ends. Raise RuntimeError when the loop is closed."""
         if handle.done():
             return
-        progress = self.reducer.progress
+        progress = self.reducer.loop.progress
         with span("wait", what=internals.name_of(handle)), progress.waiting():
             if not internals.block_unless(handle, progress.loop.is_closed):
-                raise RuntimeError(f"the event loop was closed while {handle} was under way")
+                raise RuntimeError(f"the event loop was closed while {handle} was in flight")
 
     def drain(self) -> None:
-        """Let the last pass come to its end: a step that left it early has no gradients of it yet.
+        """Wait for the end of the last pass, since a step that ended early has no gradients of it yet.
 
-        Where all of its gradients are on CUDA devices and were used, the devices wait for them, and the host does not.
+        If all of its gradients are on CUDA devices and were used, the devices wait for them, and the host does not.
         """
         last = self.reducer.last
         if last is not None and not (self.reducer.devices and last.used and self.reducer.learnt):
@@ -96,56 +98,56 @@ class Compute:
 
     @called("the end of the last step")
     def finish(self) -> None:
-        """As `drain`, but the host waits in any case; raise what a pass failed with after its gradients were used."""
+        """Wait as `drain`, always on the host; raise the error of a pass that failed after its gradients were used."""
         if self.reducer.last is not None:
             self._finish(self.reducer.last)
         self._check_trusted()
 
-    def _finish(self, last: Reduction) -> None:
+    def _finish(self, last: Pass) -> None:
         self.block(last.over)
         if self.reducer.devices and last.error is None:
             self._order(last, range(len(last.buckets)))
 
-    # --- gradients on devices -----------------------------------------------------------------------------------
+    # --- gradients on devices ----------------------------------------------------------------------------------------
 
-    def use(self, reduction: Reduction) -> None:
-        """Return when what runs here from now on may use the gradients of `reduction`: CUDA devices wait, not the host.
+    def use(self, this: Pass) -> None:
+        """Return when work that is queued from now on may use the gradients of `this` pass: CUDA devices wait.
 
-        Raises what it failed with, as far as that is known; what comes later is raised by the next step.
+        Raises the error of the pass, if it is known; the next step raises a later one.
         """
-        if reduction.single:
+        if this.alone:
             return
-        self.wait(reduction.usable)
+        self.wait(this.usable)
         if self.reducer.devices:
             self._check_trusted()
-        self.order(reduction, range(len(reduction.buckets)))
+        self.order(this, range(len(this.buckets)))
 
-    def order(self, reduction: Reduction, indices: Sequence[int]) -> None:
-        """As `use`, of some of the buckets, which are settled."""
+    def order(self, this: Pass, indices: Sequence[int]) -> None:
+        """Do the same as `use` for some of the buckets, which are settled."""
         for index in indices:
-            reduction.buckets[index].finish()
+            this.buckets[index].finish()
         if not self.reducer.devices:
             return
-        self._order(reduction, indices)
-        if reduction.finished.done() or reduction.broken:
-            self.wait(reduction.finished)
-        if reduction.used:
-            self._trusted = reduction
-            self.reducer.summed(reduction)
+        self._order(this, indices)
+        if this.finished.done() or (this.queues is not None and this.queues.broken):
+            self.wait(this.finished)
+        if this.used:
+            self._trusted = this
+            self.reducer.sums.note(this.over, this.participants)
 
-    def _order(self, reduction: Reduction, indices: Iterable[int]) -> None:
-        with self.reducer.progress.waiting():
+    def _order(self, this: Pass, indices: Iterable[int]) -> None:
+        with self.reducer.loop.progress.waiting():
             for index in indices:
-                reduction.order(index)
+                this.order(index)
 
     def _check_trusted(self) -> None:
-        """Raise what the last pass failed with after its gradients were used, once."""
+        """Raise the error of the last pass if it failed after its gradients were used, once."""
         trusted = self._trusted
         if trusted is not None and trusted.error is not None:
             self._trusted = None
             trusted.finished.wait()
 
-    # --- passes -------------------------------------------------------------------------------------------------
+    # --- passes ------------------------------------------------------------------------------------------------------
 
     @called("net.backward_iter")
     def reduce(
@@ -155,27 +157,33 @@ class Compute:
         on_arrival: Callable[[Bucket], None] | None = None,
         whole: bool = False,
         **how: Any,
-    ) -> tuple[Tensor, Reduction]:
-        """Run forward and backward; return the loss, and the pass, whose reductions go on.
+    ) -> tuple[Tensor, Pass]:
+        """Run forward and backward; return the loss, and the pass, whose reductions continue.
 
-        If anything goes wrong, this rank still sends what the others wait for. See `Reducer.begin` for `whole`.
+        After an error this rank still sends what the others wait for. If `whole`, no code looks at a gradient before
+        all are there.
         """
-        losses: list[Tensor] = []
-
-        def prepare() -> None:
-            losses.append(forward())
-            check_loss(losses[0], how)
-
-        def backward(reduction: Reduction) -> None:
-            reduction.on_arrival = on_arrival
-            with span("backward"):
-                losses[0].backward(**how)
-
-        reduction = self._make_pass(prepare, backward, whole=whole)
-        return losses[0].detach(), reduction
+        this: Pass | None = None
+        try:
+            self._check_trusted()
+            loss = forward()
+            check_loss(loss, how)
+            differs = self.reducer.differs()
+            this = self._begin(Role.TRAINS, differs=differs, whole=whole)
+            this.on_arrival = on_arrival
+            if not this.refused:
+                with span("backward"):
+                    loss.backward(**how)
+        except BaseException as error:
+            self.reducer.end_backward(this or self._begin(Role.FAILED), error)
+            raise
+        self.reducer.end_backward(this)
+        if this.refused:
+            self.wait(this.finished)
+        return loss.detach(), this
 
     def average(self, tensors: Sequence[Tensor]) -> Handle[PassStatus]:
-        """Have flat `tensors` become their means over all ranks; they are that once `averaged` has taken the handle."""
+        """Return the handle of an average of flat `tensors` over all ranks, which is there after `averaged`."""
         if self.reducer.last is not None:
             self._finish(self.reducer.last)
         self._name_caller()
@@ -185,133 +193,117 @@ class Compute:
         return self.reducer.average(tensors)
 
     def averaged(self, handle: Handle[PassStatus]) -> int:
-        """Wait for an average; return of how many ranks. Raises `MismatchError` on all where one does not average."""
-        verdict = self.wait(handle)
-        self.reducer.averaging, self.reducer.averaged = None, verdict
-        self._check_same(verdict, StatusKind.AVERAGE, opinion=True)
+        """Wait for an average; return the number of ranks. Raise `MismatchError` on all if one does not average."""
+        answer = self.wait(handle)
+        self.reducer.averaging, self.reducer.consensus.answer = None, answer
+        self._check_same(answer, StatusKind.AVERAGE, Role.TRAINS)
         return self.reducer.data.size
 
-    def _make_pass(
-        self, prepare: Callable[[], None], backward: Callable[[Reduction], None], *, whole: bool
-    ) -> Reduction:
-        """Return a pass that begins behind `prepare` and has what `backward` brings, unless the ranks disagree."""
-        reduction: Reduction | None = None
-        try:
-            self._check_trusted()
-            prepare()
-            reduction = self._begin(differs=self.reducer.differs(), whole=whole)
-            if reduction.terms.refused is None:
-                backward(reduction)
-        except BaseException as error:
-            self.reducer.end_backward(reduction or self._begin(opinion=False), error)
-            raise
-        self.reducer.end_backward(reduction)
-        if reduction.terms.refused is not None:
-            self.wait(reduction.finished)
-        return reduction
+    def _begin(self, role: Role, *, differs: bool = False, whole: bool = False) -> Pass:
+        """Return a new pass, after the last one has ended and the ranks were asked, if need be.
 
-    def _begin(
-        self, *, active: bool = True, opinion: bool = True, differs: bool = False, whole: bool = False
-    ) -> Reduction:
-        """Return a new pass; ask the others first what they train, and who has data, where this rank cannot know.
-
-        It `differs` where it trains others than before; without an `opinion` it has failed, or has no data left.
+        This rank asks the others if what it trains `differs` from the last pass, and in a `join` block also if it does
+        not train now, or adds to a sum.
         """
-        joining = self.reducer.joining > 0
+        reducer = self.reducer
+        joining = reducer.consensus.joining > 0
         try:
-            if self.reducer.averaging is not None:  # on all ranks what comes now is issued behind it
-                self.block(self.reducer.averaging)
+            if reducer.averaging is not None:  # all ranks issue it before the pass
+                self.block(reducer.averaging)
             self.drain()
             self._name_caller()
-            self.reducer.steps.settle()
-            verdict = None
-            if differs or (joining and not opinion) or self.reducer.adds_to_sums:
-                verdict = self._ask(StatusKind.JOIN if joining else StatusKind.ASK, opinion=opinion)
-            return self.reducer.begin(verdict, active=active, opinion=opinion, whole=whole)
+            reducer.steps.settle()
+            if differs or reducer.sums.adds_to_sums or (joining and role is not Role.TRAINS):
+                return reducer.begin(role, self._ask(StatusKind.JOIN if joining else StatusKind.ASK, role))
+            return reducer.begin_alone() if whole and reducer.can_end_alone else reducer.begin(role)
         except Exception as error:  # a device is lost: what the others wait for will not come
-            self.reducer.refuse(error)
+            reducer.consensus.refuse(error)
             raise
 
     def _name_caller(self) -> None:
         if (running := self.stream.running) is not None:
             self.reducer.name_caller(internals.issued_at(running), running.op if running.op in _CALLS else "")
 
-    def _ask(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
+    def _ask(self, kind: StatusKind, role: Role) -> PassStatus:
+        """Return the ranks' answer to a question before a pass."""
         if self.reducer.last is not None:
             self._finish(self.reducer.last)
         self._name_caller()
-        return self.wait(self.reducer.ask(self.reducer.packed_status(kind, opinion=opinion)))
+        consensus = self.reducer.consensus
+        return self.wait(consensus.loop.run("comparison of the ranks", consensus.sum, consensus.question(kind, role)))
 
     @called("net.aclose")
     def end(self) -> None:
-        """Raise `MismatchError` where other ranks, which do not close the net now, wait for this one in a step."""
-        self._check_same(self._ask(StatusKind.CLOSE, opinion=False), StatusKind.CLOSE, opinion=False)
+        """Raise `MismatchError` if other ranks, which do not close the net now, wait for this one in a step."""
+        self._check_same(self._ask(StatusKind.CLOSE, Role.IDLE), StatusKind.CLOSE, Role.IDLE)
 
-    def _check_same(self, verdict: PassStatus, kind: StatusKind, *, opinion: bool) -> None:
-        """Raise what explains it where ranks are not about to do the same."""
-        if not verdict.agreed(kind):
-            reduction = self.reducer.begin(verdict, active=opinion)
-            self.reducer.end_backward(reduction)
-            self.wait(reduction.finished)
+    def _check_same(self, answer: PassStatus, kind: StatusKind, role: Role) -> None:
+        """Raise an explanation if ranks are not about to do the same."""
+        if not answer.agreed(kind):
+            this = self.reducer.begin(role, answer)
+            self.reducer.end_backward(this)
+            self.wait(this.finished)
 
     @called("net.backward")
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:
-        """As `reduce`, to the end."""
-        _, reduction = self.reduce(forward, whole=True, **how)
-        self.use(reduction)
+        """Do the same as `reduce`, and wait for the gradients."""
+        _, this = self.reduce(forward, whole=True, **how)
+        self.use(this)
 
     @called("net.backward")
     def accumulate(self, loss: Tensor, how: dict[str, Any], *, part: bool = False) -> None:
-        """Run backward and leave its gradients on this rank; with `part` later ones of the same step reduce them."""
+        """Run backward and leave its gradients on this rank; if `part`, a later one of the step reduces them too."""
         self.drain()
-        self.reducer.newcomers.check()
-        self.reducer.share()
+        self.reducer.hooks.check_new()
+        self.reducer.sums.divide()
         self._check_trusted()
-        with self.reducer.alone(part=part), span("backward"):
+        with self.reducer.hooks.backward_alone(part=part), span("backward"):
             loss.backward(**how)
 
     @called("net.backward")
     def keep(self, loss: Tensor, how: dict[str, Any]) -> None:
-        """As `accumulate`, for a later pass, which a step must not begin before."""
+        """Do the same as `accumulate` for a later pass, before which no step may begin."""
         self.accumulate(loss, how)
-        self.reducer.kept = True
+        self.reducer.sums.kept = True
+
+    # --- passes without data, in `net.join` --------------------------------------------------------------------------
 
     @called("net.join")
-    def bring_nothing(self) -> Reduction:
-        """Make a pass for the others' sake, with nothing to bring."""
-        reduction = self._begin(active=False, opinion=False)
-        self.reducer.end_backward(reduction)
-        return reduction
+    def bring_nothing(self) -> Pass:
+        """Take part in a pass of the others, with zero gradients."""
+        this = self._begin(Role.IDLE)
+        self.reducer.end_backward(this)
+        return this
 
     @called("net.join")
-    def follow(self, reduction: Reduction) -> None:
-        """Do what the others do with a pass of `bring_nothing` that is finished."""
-        if self.reducer.owner is not None and reduction.participants:
-            self.reducer.owner.follow(reduction)
+    def follow(self, this: Pass) -> None:
+        """Do what the others do with a finished pass of `bring_nothing`."""
+        if self.reducer.owner is not None and this.participants:
+            self.reducer.owner.follow(this)
 
     @called("net.join")
     def see_out(self, error: BaseException) -> None:
-        """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
+        """Report to the others that this rank has left a `join` block with `error`; follow them until they leave."""
         try:
             last = self.reducer.last
             if not isinstance(error, RemoteError) and (last is None or last.error is not error):
-                self.reducer.end_backward(self._begin(active=False, opinion=False), error)
+                self.reducer.end_backward(self._begin(Role.IDLE), error)
             while self._keep_up():
                 pass
         finally:
-            self.reducer.joining -= 1
+            self.reducer.consensus.joining -= 1
 
     def _keep_up(self) -> bool:
-        """Make a pass for the others' sake; return whether they may make another."""
+        """Take part in a pass of the others; return True if they may make another."""
         try:
-            reduction = self.bring_nothing()
-            self.wait(reduction.finished)
-            self.follow(reduction)
+            this = self.bring_nothing()
+            self.wait(this.finished)
+            self.follow(this)
         except (RemoteError, MismatchError):
-            return self.reducer.works
-        except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
+            return self.reducer.consensus.works
+        except (AiodistError, RuntimeError):  # the communicator is aborted, or the loop is closed
             return False
-        return reduction.participants > 0
+        return this.participants > 0
 
 
 def split_aux(returned: Any) -> tuple[Any, Any]:
@@ -421,8 +413,8 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Any:
         opt.zero_grad()
         return forward()
 
-    _, reduction = compute.reduce(prepare, whole=True)
-    compute.use(reduction)
+    _, this = compute.reduce(prepare, whole=True)
+    compute.use(this)
     with steps.making(), span("optimizer"):
         made = forward.settings.update(opt.param_groups, opt.step)
     if made:

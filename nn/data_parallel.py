@@ -258,8 +258,8 @@ class DataParallel(MadeTogether, ModuleLike):
             binding.joined.check()
             check_optimizer(self, opt)
             binding.optimizer = opt
-        if binding.settings.per_rank and (binding.reducer.joining or binding.elastic):
-            shared_states("join" if binding.reducer.joining else "rebind", [opt], binding.settings.per_rank)
+        if binding.settings.per_rank and (binding.reducer.consensus.joining or binding.elastic):
+            shared_states("join" if binding.reducer.consensus.joining else "rebind", [opt], binding.settings.per_rank)
         if isinstance(opt, Optimizer):
             steps.check_known(opt)
         elif (check := getattr(opt, "_check_parameters", None)) is not None:
@@ -321,7 +321,7 @@ class DataParallel(MadeTogether, ModuleLike):
         binding = self._binding
         binding.check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
-        if binding.reducer.local:
+        if binding.reducer.sums.blocks:
             await binding.finish(binding.compute.submit(binding.compute.keep, loss, how))
             return
         binding.check_reduces("backward")
@@ -367,7 +367,7 @@ class DataParallel(MadeTogether, ModuleLike):
             ```
 
         """
-        with self._binding.reducer.apart():
+        with self._binding.reducer.sums.block():
             yield
 
     @asynccontextmanager
@@ -419,8 +419,8 @@ class DataParallel(MadeTogether, ModuleLike):
         A signal asks a rank with `init(stop_on_signal=True)`, and so does `coll.request_stop()`. With a driver whose
         passes end one step later (`pass_lag`), such as `PipelinedOptimizer`, it becomes true one step later.
         """
-        reducer = self._binding.reducer
-        return reducer.stopped_before if getattr(self._binding.optimizer, "pass_lag", 0) else reducer.stopped
+        consensus = self._binding.reducer.consensus
+        return consensus.stopped_before if getattr(self._binding.optimizer, "pass_lag", 0) else consensus.stopped
 
     @property
     def coll(self) -> Communicator:

@@ -38,7 +38,7 @@ async def join(binding: Binding, optimizers: Sequence[Stateful]) -> AsyncIterato
         finished.add_done_callback(partial(_leave, binding, error, 1))
         raise
     before = reducer.statistics.passes
-    reducer.joining += 1
+    reducer.consensus.joining += 1
     try:
         yield
         last = binding.optimizer or reducer.kept_by  # the latter if this rank made no step
@@ -59,7 +59,7 @@ async def join(binding: Binding, optimizers: Sequence[Stateful]) -> AsyncIterato
     except BaseException as error:
         _leave(binding, error, 0)
         raise
-    reducer.joining -= 1
+    reducer.consensus.joining -= 1
     if reducer.owner is not None:  # this rank has made the steps of the others
         await reducer.owner.flush()
         return
@@ -70,7 +70,7 @@ async def join(binding: Binding, optimizers: Sequence[Stateful]) -> AsyncIterato
 
 def _leave(binding: Binding, error: BaseException, entered: int, _: object = None) -> None:
     """Take part in the passes of the others until they have left too; `entered` is 1 if `joining` lacks this block."""
-    binding.reducer.joining += entered
+    binding.reducer.consensus.joining += entered
     Operation.of(binding.compute.submit(binding.compute.see_out, error)).mark_retrieved()  # no code waits for it
 
 

@@ -366,7 +366,7 @@ class LocalSGD(MadeTogether):
             plain_step(forward, self.optimizer, self._compute)
             self._common = self._steps
             return
-        if self._reducer.joining:
+        if self._reducer.consensus.joining:
             raise RuntimeError("LocalSGD inside net.join(), where averages cannot be made: expected as many steps")
         self._since += 1
         try:

@@ -72,7 +72,7 @@ class ModuleLike:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for these arguments, computed on the calling thread."""
         if not self._binding.compute.is_current():
-            self._binding.reducer.watch()
+            self._binding.reducer.hooks.watch()
         return self._binding.shared.module(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Compute, Forward, called
 from aiodist.nn.data_parallel import DataParallel, compute_of, reducer_of
 from aiodist.nn.made import MadeTogether
+from aiodist.nn.passes import Pass
 from aiodist.nn.reducer import Reducer
-from aiodist.nn.reduction import Reduction
 
 
 class Part(Protocol):
@@ -123,7 +123,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         self._check_used(loss)
         return forward.rest(loss)
 
-    def _reduce(self, prepare: Callable[[], Tensor]) -> Reduction:
+    def _reduce(self, prepare: Callable[[], Tensor]) -> Pass:
         """Return the pass of a backward from what `prepare` returns; what an earlier update failed with comes first."""
         try:
             return self._compute.reduce(prepare)[1]

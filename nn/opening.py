@@ -14,11 +14,12 @@ from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
 from aiodist.nn.binding import Arguments, Binding
+from aiodist.nn.bucket_plan import Sizes
 from aiodist.nn.buckets import Allreduce, CommHook
 from aiodist.nn.compression import Compression, Compressor, checked_compression
-from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices
 from aiodist.nn.drivers import Recovering, check_recovers, shared_states
+from aiodist.nn.gradient_hooks import GradientHooks
 from aiodist.nn.joiners import Expected, JoinedState, check_kinds
 from aiodist.nn.layout import named_state
 from aiodist.nn.per_rank import Shared, as_list
@@ -56,7 +57,7 @@ async def open_first(
     usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
     bucket, first = sizes
     chosen = Sizes(usual.bucket if bucket is None else bucket, usual.first if first is None else first)
-    Reducer.check_free(shared.named_parameters())
+    GradientHooks.check_free(shared.named_parameters())
     compression = None if compress is None else checked_compression(compress, shared.named_parameters())
     arguments = Arguments(shared, sum_or_mean(op), chosen, compression)
     for each in state:

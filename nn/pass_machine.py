@@ -1,7 +1,7 @@
-"""The machine of one pass: which bucket is sent when, and what becomes of the pass; no handles, no tensors, no I/O.
+"""The rules of one pass: which bucket is sent when, and how the pass ends. There are no handles, tensors or I/O here.
 
-What happens to the pass on this rank goes in as a call, and what is to be done comes out as calls of the methods that
-`nn/reduction` has for it. The machines of all ranks send the same buckets in the same order.
+Each event of the pass on this rank is a method, which returns the actions to carry out, in their order. `Pass` carries
+out the actions. The machines of all ranks send the same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from aiodist.errors import AiodistError, CommunicatorError, MismatchError, PeerError
 from aiodist.nn.pass_status import PassAccount, PassStatus, StatusKind, explained, some_in_join
 
 
 class Phase(Enum):
-    """How far a pass is; the table stands at `PassMachine`."""
+    """Phase of a pass; the table is in `PassMachine`."""
 
     WAITING = auto()
     HELD = auto()
@@ -27,153 +27,170 @@ class Phase(Enum):
 
 
 class Stage(Enum):
-    """How far a bucket is."""
+    """Stage of a bucket."""
 
     FILLING = auto()
     FULL = auto()
     MOVING = auto()
-    """It waits for leave to be sent, or is under way."""
+    """Waiting for a permit, or in flight."""
     QUEUED = auto()
-    """The same, and the device on which it lies may be told to wait for it."""
+    """In flight, and queued on its device, whose streams can wait for the reduction."""
     REDUCED = auto()
     FAILED = auto()
 
 
 class Load(Protocol):
-    """A bucket, as far as the machine looks at it."""
+    """A bucket, as the machine sees it."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is known of a pass when it begins."""
+    """Facts that are known when a pass begins."""
 
     members: Sequence[float]
     """1.0 for each parameter of the module that is in a bucket, else 0.0."""
     active: bool = True
-    """This rank brings data."""
+    """True if this rank has data."""
     prompt: bool = True
-    """A bucket has arrived when it is reduced; else only when the pass status, which may change it, is known too."""
-    header: bool = False
-    """The ranks tell each other a status before all else."""
+    """True if a bucket arrives when it is reduced, False if a bucket also waits for the pass status."""
+    header: Any = None
+    """Status that ranks sum before all else, or None."""
     refused: PassStatus | None = None
-    """What the ranks told before backward, where that shows that this pass cannot count: zeros are sent."""
+    """Answer of the ranks before backward, if this pass cannot count: the rank then sends zeros."""
 
 
-L = TypeVar("L", bound=Load)
+# --- actions ---------------------------------------------------------------------------------------------------------
 
 
-class PassMachine(Generic[L]):
-    """One pass on one rank; every method is an event, and belongs to the loop.
+class Send(NamedTuple):
+    """Send a bucket, after all buckets that were sent before; next are `queued`, `reduced`, `failed` or `unsent`."""
+
+    bucket: int
+
+
+class SumHeader(NamedTuple):
+    """Sum the headers of all ranks; next is `header_summed` or `unanswered`."""
+
+
+class SumStatus(NamedTuple):
+    """Sum the pass status of all ranks, when this rank has sent `issued` buckets; next is `summed` or `unanswered`."""
+
+    issued: int
+    failed: bool
+
+
+class ExchangeAccounts(NamedTuple):
+    """Exchange accounts with all ranks; next is `explained` or `unanswered`."""
+
+    failure: str | None
+    """Traceback of this rank's error."""
+
+
+class Settle(NamedTuple):
+    """Give the parameters the gradients of a bucket, as the pass status says."""
+
+    bucket: int
+
+
+class Arrive(NamedTuple):
+    """Report to the user that a bucket is reduced."""
+
+    bucket: int
+
+
+class Fail(NamedTuple):
+    """Raise the error in all waits for the pass or for a bucket; operations in flight continue."""
+
+    error: BaseException
+
+
+class Abort(NamedTuple):
+    """Abort the communicator of the gradients, and that of the status too if `wholly`."""
+
+    why: str
+    wholly: bool
+
+
+Action = Send | SumHeader | SumStatus | ExchangeAccounts | Settle | Arrive | Fail | Abort
+
+
+class PassMachine:
+    """One pass on one rank.
 
     ========  ==========  =============================================  =============================================
-    phase     backward    buckets are sent                               what leads on
+    phase     backward    buckets are sent                               next phase
     ========  ==========  =============================================  =============================================
-    WAITING   goes on     not yet: the pass before is not over           begin: BACKWARD; backward_ended: HELD
-    HELD      is over     not yet                                        begin: AGREEING or ENDING
-    BACKWARD  goes on     when they are full, in `sequence`              backward_ended: AGREEING where there is a
+    WAITING   runs        not yet: the pass before has not ended         begin: BACKWARD; backward_ended: HELD
+    HELD      has ended   not yet                                        begin: AGREEING or ENDING
+    BACKWARD  runs        when they are full, in `sequence`              backward_ended: AGREEING if there is a
                                                                          `window` and buckets are left, else ENDING
-    AGREEING  is over     none, while the ranks agree on an order        told: ENDING, once `sequence` is that of all
-                                                                         ranks; also when nothing more can be sent
-    ENDING    is over     all that are left                              OVER, when the last answer is there
-    OVER      is over     none are left                                  nothing
+    AGREEING  has ended   none, while the ranks agree on an order        summed: ENDING, once `sequence` is that of all
+                                                                         ranks; also if nothing more can be sent
+    ENDING    has ended   all that are left                              OVER, when the last answer is there
+    OVER      has ended   none are left                                  none
     ========  ==========  =============================================  =============================================
 
-    What comes of a thing that is done may be reported at once, within the call that does it. `error` is what the pass
-    failed with, as far as is known; a pass that has failed goes on to its end, since the other ranks wait for what it
-    sends, unless the communicator is lost. `status` is what the ranks have told each other.
+    `error` is the first error of the pass. A failed pass continues to its end, since the other ranks wait for what it
+    sends, unless the communicator is lost. `status` is the sum of all ranks' pass status.
     """
 
     def __init__(
-        self, buckets: Sequence[L], terms: Terms, *, rank: int, window: int | None = None, waits: bool = False
+        self, buckets: Sequence[Load], terms: Terms, *, rank: int, window: int | None = None, waits: bool = False
     ) -> None:
-        """Where the order may still change `window` says how many bytes may be in flight; two buckets may, in any case.
+        """Start in BACKWARD, unless the pass has a header or `waits` for the pass before.
 
-        Without a header, and unless it `waits` for the pass before, it has begun.
+        `window` limits the bytes in flight while the order may still change; two buckets are always allowed.
         """
-        self.phase = Phase.WAITING if waits or terms.header else Phase.BACKWARD
+        self.phase = Phase.WAITING if waits or terms.header is not None else Phase.BACKWARD
         self.stages = [Stage.FILLING for _ in buckets]
         self.sequence = list(range(len(buckets)))
-        """In which buckets are sent."""
+        """Order in which buckets are sent."""
         self.status: PassStatus | None = None
         self.error: BaseException | None = None
-        self.buckets = tuple(buckets)
         self.terms = terms
+        self._loads = buckets
         self._rank = rank
         self._window = window
         self._next = 0
-        """How many of `sequence` were sent, or cannot be."""
+        """Number of buckets in `sequence` that were sent, or cannot be sent."""
         self._moving: set[int] = set()
         self._answers = 0
-        """How many of other ranks' answers are still to come, to header, status and accounts."""
+        """Number of missing answers of the other ranks: to header, status and accounts."""
         self._failure: str | None = None
-        """The traceback of what this rank raised."""
+        """Traceback of this rank's error."""
         self._unsendable: Exception | None = None
-        """Why this rank cannot send what the others wait for."""
+        """Reason why this rank cannot send a bucket that the others wait for."""
+        self._actions: list[Action] = []
+        """Actions of the current event."""
 
-    # --- what is to be done; a subclass does it -----------------------------------------------------------------
+    # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _send(self, index: int) -> None:
-        """Send bucket `index`, behind those that were sent before: `queued`, then `reduced`, `failed` or `unsent`."""
-        raise NotImplementedError
-
-    def _send_header(self) -> None:
-        """Add up the headers of all ranks: `header_told` or `untold`."""
-        raise NotImplementedError
-
-    def _send_status(self, issued: int, *, failed: bool) -> None:
-        """Add up the status of all ranks, of which this one has sent `issued` buckets: `told` or `untold`."""
-        raise NotImplementedError
-
-    def _send_account(self, failure: str | None) -> None:
-        """Exchange accounts with all ranks, `failure` is what this one raised: `explained` or `untold`."""
-        raise NotImplementedError
-
-    def _settle(self, index: int) -> None:
-        """Bucket `index` may be used: give its gradients to the parameters, as `status` says."""
-        raise NotImplementedError
-
-    def _arrive(self, index: int) -> None:
-        """Tell the user that bucket `index` is reduced."""
-        raise NotImplementedError
-
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell those who wait for the pass, or for one of its buckets; what is in flight goes on."""
-        raise NotImplementedError
-
-    def _abort(self, why: str, *, wholly: bool) -> None:
-        """Give up the communicator of the gradients, with `wholly` that of the status too."""
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        """Nothing is in flight any more: the pass is over, with or without an error."""
-        raise NotImplementedError
-
-    # --- backward -----------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """The pass before is over."""
+    def begin(self) -> list[Action]:
+        """The pass before has ended."""
         held, self.phase = self.phase is Phase.HELD, Phase.BACKWARD
-        if self.terms.header:
+        if self.terms.header is not None:
             self._answers += 1
-            self._send_header()
+            self._actions.append(SumHeader())
         if held:
             self._close()
-        else:
-            self._issue()
+        self._send()
+        return self._end_event()
 
-    def filled(self, index: int) -> None:
+    def filled(self, index: int) -> list[Action]:
+        """Bucket `index` is full."""
         if self.stages[index] is Stage.FILLING:
             self.stages[index] = Stage.FULL
-        self._issue()
+        self._send()
+        return self._end_event()
 
     def backward_ended(
         self, error: BaseException | None = None, failure: str | None = None, unsendable: Exception | None = None
-    ) -> None:
-        """Backward is over, and every bucket full; it raised `error`, which `failure` tells to the others.
+    ) -> list[Action]:
+        """Backward has ended, with `error` (which `failure` describes to the others), and every bucket is full.
 
-        `unsendable` says why some bucket is not full in spite of that.
+        `unsendable` is the reason if a bucket is not full in spite of that.
         """
         self.stages = [Stage.FULL if stage is Stage.FILLING else stage for stage in self.stages]
         self.error = self.error if error is None else error
@@ -182,108 +199,115 @@ class PassMachine(Generic[L]):
             self.phase = Phase.HELD
         else:
             self._close()
+            self._send()
+        return self._end_event()
 
     def _close(self) -> None:
         self.phase = Phase.ENDING
         if self._unsendable is not None:
-            self._leave_out(self._unsendable)
+            self._stop_sending(self._unsendable)
         if self._window is not None and self._next < len(self.sequence):
             self.phase = Phase.AGREEING
         refused = self.terms.refused
         if refused is not None and StatusKind.JOIN not in refused.kinds:
-            self._take(refused)  # the others have taken what this rank asked for its status in this pass
+            self._take(refused)  # the others have taken this rank's question as its status in this pass
         else:
             self._answers += 1
-            self._send_status(self._next, failed=self._failure is not None or refused is not None)
-        self._issue()
+            self._actions.append(SumStatus(self._next, self._failure is not None or refused is not None))
 
-    # --- buckets ------------------------------------------------------------------------------------------------
+    # --- buckets -----------------------------------------------------------------------------------------------------
 
-    def queued(self, index: int) -> None:
-        """The reduction of bucket `index`, which was sent, is queued on its device."""
+    def queued(self, index: int) -> list[Action]:
+        """The reduction of bucket `index` is queued on its device."""
         self.stages[index] = Stage.QUEUED
         if self._counts:
-            self._settle(index)
+            self._actions.append(Settle(index))
+        return self._end_event()
 
-    def reduced(self, index: int) -> None:
+    def reduced(self, index: int) -> list[Action]:
+        """Bucket `index` is reduced."""
         queued = self.stages[index] is Stage.QUEUED
         self.stages[index] = Stage.REDUCED
         self._moving.remove(index)
         if self.terms.prompt:
-            self._arrive(index)
+            self._actions.append(Arrive(index))
         if self._counts:
             if not queued:  # else it was settled before
-                self._settle(index)
+                self._actions.append(Settle(index))
             if not self.terms.prompt:
-                self._arrive(index)
-        self._issue()
-        self._conclude()
+                self._actions.append(Arrive(index))
+        self._send()
+        return self._end_event()
 
-    def failed(self, index: int, error: BaseException) -> None:
+    def failed(self, index: int, error: BaseException) -> list[Action]:
+        """The reduction of bucket `index` failed."""
         self._fail_bucket(index)
         self._fail(error)
-        self._issue()
-        self._conclude()
+        self._send()
+        return self._end_event()
 
-    def unsent(self, index: int, error: Exception) -> None:
-        """Bucket `index` could not be sent; where the communicator still works the others would wait for it."""
+    def unsent(self, index: int, error: Exception) -> list[Action]:
+        """Bucket `index` could not be sent. If the communicator still works, the others would wait for the bucket."""
         self._fail_bucket(index)
         if isinstance(error, (CommunicatorError, PeerError)):
             self._fail(error)
         else:
-            self._leave_out(error)
-        self._conclude()
+            self._stop_sending(error)
+        return self._end_event()
 
     def _fail_bucket(self, index: int) -> None:
         self.stages[index] = Stage.FAILED
         self._moving.remove(index)
 
-    def _issue(self) -> None:
+    def _send(self) -> None:
+        """Send full buckets, in the order of `sequence`, as far as the window allows."""
         while self.phase in (Phase.BACKWARD, Phase.ENDING) and self._next < len(self.sequence):
             index = self.sequence[self._next]
-            if self.stages[index] is not Stage.FULL or not self._fits(index):
+            if self.stages[index] is not Stage.FULL:
                 return
+            if self._window is not None and len(self._moving) >= 2:
+                in_flight = sum(self._loads[i].nbytes for i in self._moving)
+                if in_flight + self._loads[index].nbytes > self._window:
+                    return
             self._next += 1
             self.stages[index] = Stage.MOVING
             self._moving.add(index)
-            self._send(index)
-
-    def _fits(self, index: int) -> bool:
-        if self._window is None or len(self._moving) < 2:
-            return True
-        return sum(self.buckets[i].nbytes for i in (*self._moving, index)) <= self._window
+            self._actions.append(Send(index))
 
     @property
     def _counts(self) -> bool:
-        """All ranks have made the pass, as far as is known."""
+        """True if, as far as is known, all ranks have made the pass."""
         return self.status is not None and self.error is None and self.status.sound
 
-    # --- what the ranks tell each other ---------------------------------------------------------------------------
+    # --- answers of the ranks ----------------------------------------------------------------------------------------
 
-    def header_told(self, status: PassStatus) -> None:
+    def header_summed(self, status: PassStatus) -> list[Action]:
+        """All ranks have sent a header."""
         self._answers -= 1
         if not status.all_are(StatusKind.JOIN):
             self._part(status)
-        self._conclude()
+        return self._end_event()
 
-    def told(self, status: PassStatus) -> None:
+    def summed(self, status: PassStatus) -> list[Action]:
+        """All ranks have sent a pass status."""
         self._answers -= 1
         self._take(status)
-        self._conclude()
+        return self._end_event()
 
-    def explained(self, accounts: Sequence[PassAccount]) -> None:
+    def explained(self, accounts: Sequence[PassAccount]) -> list[Action]:
+        """All ranks have sent an account."""
         self._answers -= 1
         assert self.status is not None
         self._fail(explained(self.status, accounts, self._rank), lost=False)
-        self._conclude()
+        return self._end_event()
 
-    def untold(self, error: BaseException) -> None:
-        """Header, status or accounts could not be exchanged."""
+    def unanswered(self, error: BaseException) -> list[Action]:
+        """The exchange of headers, status or accounts failed."""
         self._answers -= 1
         self._fail(error)
-        if self.phase is Phase.AGREEING:  # nobody will say in which order to go on
+        if self.phase is Phase.AGREEING:  # no order will be agreed on
             self._lose()
-        self._conclude()
+        return self._end_event()
 
     def _take(self, status: PassStatus) -> None:
         ready = [i for i, stage in enumerate(self.stages) if stage in (Stage.QUEUED, Stage.REDUCED)]
@@ -292,46 +316,48 @@ class PassMachine(Generic[L]):
             self._part(status)
         elif not status.sound:
             self._answers += 1
-            self._send_account(self._failure)
+            self._actions.append(ExchangeAccounts(self._failure))
         if self.phase is Phase.AGREEING:
-            # No rank has sent more than so many: all go on from there in the order in which forward wants them.
+            # No rank has sent more than `issued` buckets. All send the others in the order of the next forward.
             self.sequence[status.issued :] = reversed(self.sequence[status.issued :])
             self.phase = Phase.ENDING
-            self._issue()
+            self._send()
         for index in ready if self._counts else ():
-            self._settle(index)
+            self._actions.append(Settle(index))
             if self.stages[index] is Stage.REDUCED and not self.terms.prompt:
-                self._arrive(index)
+                self._actions.append(Arrive(index))
 
     def _part(self, status: PassStatus) -> None:
-        """Some ranks are in a `join` block, and some are not: they have no pass in common."""
+        """Fail, since only some ranks are in a `join` block: the ranks have no pass in common."""
         text = some_in_join(status)
         self._fail(MismatchError(text, rank=self._rank))
-        self._abort(text, wholly=True)
+        self._actions.append(Abort(text, wholly=True))
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end -----------------------------------------------------------------------------------------------------
 
-    def _leave_out(self, error: Exception) -> None:
-        """Send no more, which the others would wait for: nobody can go on."""
+    def _stop_sending(self, error: Exception) -> None:
+        """Abort, since the others would wait for buckets that this rank cannot send."""
         self._lose()
-        self._abort(f"rank {self._rank} cannot send its gradients: {error}", wholly=False)
+        self._actions.append(Abort(f"rank {self._rank} cannot send its gradients: {error}", wholly=False))
         self._fail(error)
 
     def _fail(self, error: BaseException, *, lost: bool = True) -> None:
-        """Keep the first error; with `lost` one of the communicator means that nothing more can be sent."""
+        """Keep the first error. If `lost`, an error of the communicator means that nothing more can be sent."""
         self.error = error if self.error is None else self.error
         if lost and isinstance(error, AiodistError):
             self._lose()
-        self._tell_failed(self.error)
+        self._actions.append(Fail(self.error))
 
     def _lose(self) -> None:
         self._next = len(self.sequence)
         if self.phase is Phase.AGREEING:
             self.phase = Phase.ENDING
 
-    def _conclude(self) -> None:
+    def _end_event(self) -> list[Action]:
+        """Return the actions of the event. End the pass if nothing is in flight or to be sent."""
         if self.phase is Phase.ENDING and not self._moving and not self._answers and self._next == len(self.sequence):
             self.phase = Phase.OVER
             if self.error is not None:
-                self._tell_failed(self.error)
-            self._end()
+                self._actions.append(Fail(self.error))
+        actions, self._actions = self._actions, []
+        return actions

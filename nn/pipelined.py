@@ -23,7 +23,7 @@ from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, expected_state, reducer_of
 from aiodist.nn.drivers import check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
-from aiodist.nn.reduction import Reduction
+from aiodist.nn.passes import Pass
 from aiodist.nn.steps import StepSettings, check_only, count_as_stepped
 from aiodist.types import Stateful, check_trains
 
@@ -93,7 +93,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
         """Of those that had a gradient in the last step: the number of their bucket then."""
-        self._newest: Reduction | None = None
+        self._newest: Pass | None = None
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
@@ -210,7 +210,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._settings = forward.settings
         for part in self._left:
             part.keep_settings()
-        self._reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
+        self._reducer.loop.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
         self._tell()
 

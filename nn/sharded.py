@@ -20,7 +20,7 @@ from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_updated, expected_state, reducer_of
 from aiodist.nn.drivers import check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
-from aiodist.nn.reduction import Reduction
+from aiodist.nn.passes import Pass
 from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket, ShardGroup, ShardState
 from aiodist.nn.steps import StepSettings, check_only
 from aiodist.streams.memory import dtype_name
@@ -133,7 +133,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._state = ShardState(self.optimizer, self._make, groups)
         self._memory = BucketMemory(data.arena_empty)
         self._guard(self._shards)
-        self._gathering = ReduceScatter(data, self._reducer.op)
+        self._gathering = ReduceScatter(data, self._reducer.consensus.op)
         self._hook = self._reducer.hand_to(self, self._gathering, self._bucket)
         """That of the net, which is put back at the end."""
 
@@ -276,7 +276,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._tell()
 
     @called("net.join")
-    def follow(self, reduction: Reduction) -> None:
+    def follow(self, reduction: Pass) -> None:
         """Step the shard of this rank with the gradients of other ranks; `net.join` calls it."""
         self._finish()
         settings = self._net.configure()
@@ -285,7 +285,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._update(reduction, settings)
         self._tell()
 
-    def _update(self, reduction: Reduction, settings: StepSettings) -> None:
+    def _update(self, reduction: Pass, settings: StepSettings) -> None:
         """Step this rank's shards, and have all ranks gather the parameters."""
         reducer, begun = self._reducer, False
         settings = self._of_shards(settings)
@@ -300,7 +300,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
                 made = settings.update(self.optimizer.param_groups, step, self._total)
         except BaseException as error:
             if not begun:  # the others wait for a sum
-                reducer.refuse(error)
+                reducer.consensus.refuse(error)
             raise
         finally:
             for shard in self._shards:
@@ -325,12 +325,10 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def _total(self, figures: Tensor) -> Tensor:
         """Return the sum over all ranks, in place."""
         reducer = self._reducer
-        self._compute.wait(
-            reducer.issue("norm of the gradients", partial(reducer.data.allreduce, figures), lambda: None)
-        )
+        self._compute.wait(reducer.issue("norm of the gradients", partial(reducer.data.allreduce, figures)))
         return figures
 
-    def _gather(self, reduction: Reduction) -> None:
+    def _gather(self, reduction: Pass) -> None:
         """Have all ranks gather what was updated, in the order of the next forward."""
         reducer = self._reducer
         for bucket in reversed(reduction.buckets):
@@ -338,7 +336,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             self._state.stepped.update(bucket.names)
             if bucket.names and not bucket.shard.alone:
                 gather = partial(self._gathering.gather, bucket.shard)
-                self._left[bucket.shard] = reducer.issue("parameters", gather, lambda: None)
+                self._left[bucket.shard] = reducer.issue("parameters", gather)
 
     def _use(self, shards: Sequence[BucketShard]) -> None:
         """Wait until the parameters of `shards` are those of all ranks."""

@@ -111,13 +111,13 @@ class PassStepper:
     @asynccontextmanager
     async def open(self, stop: Callable[[], bool]) -> AsyncIterator[None]:
         """Return the block of a training, in which each pass asks for a stop if `stop` returns True."""
-        reducer = reducer_of(self._net)
+        consensus = reducer_of(self._net).consensus
         self._made = 0
-        before, reducer.asks_stop = reducer.asks_stop, stop
+        before, consensus.asks_stop = consensus.asks_stop, stop
         try:
             yield
         finally:
-            reducer.asks_stop = before
+            consensus.asks_stop = before
 
 
 class ClientStepper:

@@ -21,7 +21,9 @@ STEPS = 4
 
 def issued(net: DataParallel) -> list[int]:
     """Return the numbers of the next operations on the net's communicators."""
-    return [comm.allreduce(torch.zeros(1)).detach().seq for comm in (reducer_of(net).data, reducer_of(net).status)]
+    return [
+        comm.allreduce(torch.zeros(1)).detach().seq for comm in (reducer_of(net).data, reducer_of(net).consensus.comm)
+    ]
 
 
 async def test_n3_a_rank_alone_issues_nothing(coll: Communicator) -> None:

@@ -217,7 +217,7 @@ async def test_n3_a_module_of_many_parameters(coll: Communicator, how: str) -> N
     if how == "step":
         await net.step(lambda: torch.cat(parts).sum(), opt)
     else:
-        reducer_of(net).watch()  # as `net(...)` does; a list has no forward
+        reducer_of(net).hooks.watch()  # as `net(...)` does; a list has no forward
     with pytest.raises(RuntimeError, match=OUTSIDE):
         parts[-1].sum().backward()
 

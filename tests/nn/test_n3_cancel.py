@@ -80,7 +80,7 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, where: str, who
 
 def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
     newest = reducer_of(net).last
-    return newest is not None and newest is not last and newest.spans.backward_ended is not None
+    return newest is not None and newest is not last and newest.times.backward_ended is not None
 
 
 @pytest.mark.ranks(2)

@@ -135,7 +135,7 @@ async def test_n3_cuda_a_device_that_is_lost_after_the_reduction_of_a_bucket(
     def lose(*_: Any) -> None:
         reduction = reducer_of(net).last
         if coll.rank == 1 and reduction is not None:
-            assert blocked_until(lambda: len(reduction.spans))
+            assert blocked_until(lambda: len(reduction.times.spans))
             lent.append(strict_cuda.memory.lent(1))
             strict_cuda.fail(1, LOST)
 

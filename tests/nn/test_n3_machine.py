@@ -15,7 +15,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiodist.errors import CommunicatorAborted, PeerLost
-from aiodist.nn.pass_machine import PassMachine, Phase, Stage, Terms
+from aiodist.nn.pass_machine import (
+    Abort,
+    Action,
+    Arrive,
+    ExchangeAccounts,
+    Fail,
+    PassMachine,
+    Phase,
+    Send,
+    Settle,
+    Stage,
+    SumHeader,
+    SumStatus,
+    Terms,
+)
 from aiodist.nn.pass_status import PassAccount, PassStatus, StatusKind
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,11 +85,11 @@ class Wire:
             then(self.lost, [])
 
 
-class Pass(PassMachine[Load]):
-    """One pass on one rank, and what its machine wanted."""
+class Pass:
+    """One pass on one rank, and the actions of its machine."""
 
     def __init__(self, rank: Rank, number: int, terms: Terms, *, waits: bool) -> None:
-        super().__init__(rank.walk.loads, terms, rank=rank.number, window=rank.walk.window, waits=waits)
+        self.machine = PassMachine(rank.walk.loads, terms, rank=rank.number, window=rank.walk.window, waits=waits)
         self.number = number
         self.refused = terms.refused is not None
         self.begun = self.phase is not Phase.WAITING
@@ -83,18 +97,73 @@ class Pass(PassMachine[Load]):
         self.settled: list[int] = []
         self.arrived: list[int] = []
         self.answers = 0
-        """How many are still to come."""
+        """Number of missing answers."""
         self.closed = False
         self.failure: BaseException | None = None
         self.ended = False
         self._on = rank
+        self._events: deque[tuple[Callable[..., list[Action]], tuple[Any, ...]]] = deque()
+        self._handles = False
+
+    @property
+    def phase(self) -> Phase:
+        return self.machine.phase
+
+    @property
+    def stages(self) -> list[Stage]:
+        return self.machine.stages
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.machine.error
 
     def state(self) -> dict[str, Any]:
-        return {name: value.copy() if isinstance(value, list | set) else value for name, value in vars(self).items()}
+        known = {**vars(self), **vars(self.machine)}
+        return {name: value.copy() if isinstance(value, list | set) else value for name, value in known.items()}
 
-    def _send(self, index: int) -> None:
-        """Have a bucket wait for leave."""
+    def handle(self, event: Callable[..., list[Action]], *args: Any) -> None:
+        """Carry out what the machine returns for an event; events within that come after it."""
+        self._events.append((event, args))
+        if self._handles:
+            return
+        self._handles = True
+        while self._events:
+            event, args = self._events.popleft()
+            for action in event(*args):
+                self.carry_out(action)
+            if self.phase is Phase.OVER and not self.ended:
+                assert self.closed
+                assert self.answers == 0
+                self.ended = True
+        self._handles = False
+
+    def carry_out(self, action: Action) -> None:
         assert not self.ended
+        match action:
+            case Send(index):
+                self.send(index)
+            case SumHeader():
+                self.exchange(self._on.packed(kind=StatusKind.JOIN), self.machine.header_summed)
+            case SumStatus(issued, failed):
+                assert self.closed
+                steps = 6 if self._on.walk.kinds[self.number] == "other steps" and self._on.odd else 5
+                self.exchange(self._on.packed(issued=issued, failed=failed, steps=steps), self.machine.summed)
+            case ExchangeAccounts(failure):
+                self.exchange(PassAccount(failure, (), self.number, ""), self.machine.explained)
+            case Settle(index):
+                assert self.stages[index] in (Stage.REDUCED, Stage.QUEUED)
+                assert self._on.walk.loads[index].on_device or self.stages[index] is Stage.REDUCED
+                self.settled.append(index)
+            case Arrive(index):
+                assert self.stages[index] is Stage.REDUCED
+                self.arrived.append(index)
+            case Fail(error):
+                self.failure = self.failure or error
+            case Abort(why, wholly):
+                self._on.walk.lose(CommunicatorAborted(why), wholly=wholly)
+
+    def send(self, index: int) -> None:
+        """Have a bucket wait for a permit."""
         assert self.begun
         assert self.phase in (Phase.BACKWARD, Phase.ENDING)
         assert index not in self.sent
@@ -104,54 +173,17 @@ class Pass(PassMachine[Load]):
         if self._on.walk.eager:
             self._on.let()
 
-    def _send_header(self) -> None:
-        self._tell(self._on.packed(kind=StatusKind.JOIN), self.header_told)
-
-    def _send_status(self, issued: int, *, failed: bool) -> None:
-        assert self.closed
-        steps = 6 if self._on.walk.kinds[self.number] == "other steps" and self._on.odd else 5
-        self._tell(self._on.packed(issued=issued, failed=failed, steps=steps), self.told)
-
-    def _send_account(self, failure: str | None) -> None:
-        self._tell(PassAccount(failure, (), self.number, ""), self.explained)
-
-    def _tell(self, payload: Any, then: Callable[[Any], None]) -> None:
+    def exchange(self, payload: Any, event: Callable[[Any], list[Action]]) -> None:
         def answer(error: Exception | None, payloads: list[Any]) -> None:
             self.answers -= 1
             if error is not None:
-                self.untold(error)
+                self.handle(self.machine.unanswered, error)
                 return
-            assert len({type(payload) for payload in payloads}) == 1  # nobody takes an account for a status
-            then(payloads if isinstance(payload, PassAccount) else self._on.unpacked(payloads))
+            assert len({type(payload) for payload in payloads}) == 1  # no rank takes an account for a status
+            self.handle(event, payloads if isinstance(payload, PassAccount) else self._on.unpacked(payloads))
 
-        assert not self.ended
         self.answers += 1
         self._on.walk.status.send(self._on.number, payload, answer)
-
-    def _settle(self, index: int) -> None:
-        assert not self.ended
-        assert self.stages[index] in (Stage.REDUCED, Stage.QUEUED)
-        assert self._on.walk.loads[index].on_device or self.stages[index] is Stage.REDUCED
-        self.settled.append(index)
-
-    def _arrive(self, index: int) -> None:
-        assert not self.ended
-        assert self.stages[index] is Stage.REDUCED
-        self.arrived.append(index)
-
-    def _abort(self, why: str, *, wholly: bool) -> None:
-        assert not self.ended
-        self._on.walk.lose(CommunicatorAborted(why), wholly=wholly)
-
-    def _tell_failed(self, error: BaseException) -> None:
-        assert not self.ended
-        self.failure = self.failure or error
-
-    def _end(self) -> None:
-        assert not self.ended
-        assert self.closed
-        assert self.answers == 0
-        self.ended = True
 
 
 class Rank:
@@ -189,7 +221,7 @@ class Rank:
             self.walk.status.send(self.number, self.packed(kind=how, other=self.odd and kind != "asked"), self.asked)
         else:
             joins = kind in ("join", "join for different") or (self.odd and kind == "some join")
-            self.make(Terms([1.0], header=joins, prompt=not joins))
+            self.make(Terms([1.0], header=True if joins else None, prompt=not joins))
 
     def packed(self, *, other: bool = False, steps: int = 5, **how: Any) -> torch.Tensor:
         return PassStatus.pack([float(not other)], len(self.walk.ranks), self.number, steps=steps, **how)
@@ -217,12 +249,14 @@ class Rank:
 
     def begin(self, this: Pass) -> None:
         this.begun = True
-        this.begin()
+        this.handle(this.machine.begin)
 
     def close(self, this: Pass, error: Exception | None) -> None:
         this.closed = True
         unsendable = error if isinstance(error, MemoryError) else None
-        this.backward_ended(error, None if error is None else f"Traceback\n{error!r}\n", unsendable)
+        this.handle(
+            this.machine.backward_ended, error, None if error is None else f"Traceback\n{error!r}\n", unsendable
+        )
 
     def let(self) -> bool:
         """Give leave to the first bucket that waits for it."""
@@ -232,20 +266,20 @@ class Rank:
         error, self.trouble = self.walk.data.lost or self.trouble, None
         if error is not None:
             this.answers -= 1
-            this.unsent(index, error)
+            this.handle(this.machine.unsent, index, error)
             return True
 
         def come(error: Exception | None, payloads: list[Any]) -> None:
             this.answers -= 1
             assert len(set(payloads)) < 2  # all ranks send the same buckets in the same order
             if error is None:
-                this.reduced(index)
+                this.handle(this.machine.reduced, index)
             else:
-                this.failed(index, error)
+                this.handle(this.machine.failed, index, error)
 
         self.walk.data.send(self.number, (this.number, index), come)
         if self.walk.loads[index].on_device:
-            this.queued(index)
+            this.handle(this.machine.queued, index)
         return True
 
 
@@ -304,7 +338,7 @@ class Walk(RuleBasedStateMachine):
         _, this = chosen(self.backward(), pick)
         filling = [i for i, stage in enumerate(this.stages) if stage is Stage.FILLING and not this.refused]
         if filling:
-            this.filled(chosen(filling, number))
+            this.handle(this.machine.filled, chosen(filling, number))
 
     @precondition(lambda self: self.backward())
     @rule(pick=PICKS)
@@ -378,7 +412,7 @@ class Walk(RuleBasedStateMachine):
             before = this.state()
             for index, stage in enumerate(this.stages):
                 if stage is not Stage.FILLING:
-                    this.filled(index)
+                    this.handle(this.machine.filled, index)
             assert this.state() == before
 
     def teardown(self) -> None:

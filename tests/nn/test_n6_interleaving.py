@@ -134,7 +134,7 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
                 return
             scheduler.limit = 1
             work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
-            lane = reducer_of(net).lane
+            lane = reducer_of(net).loop.lane
             await until(lambda: lane.waiting)
             count = len(lane.waiting)
             assert lane.granted == 1  # the first is always granted, the others are more than one byte
@@ -292,7 +292,7 @@ async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> N
     Scheduler.current().limit = 1
     net = await create(await coll.dup())
     opt = MOMENTUM(net.parameters())
-    lane = reducer_of(net).lane
+    lane = reducer_of(net).loop.lane
     if coll.rank == 0:
         work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
         await until(lambda: lane.waiting)

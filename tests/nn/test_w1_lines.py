@@ -21,7 +21,7 @@ from tests.nn.conftest import Trial
 
 def newest(net: nn.DataParallel) -> list[str]:
     """Return what the newest collectives of gradients, and of the status beside them, are called in reports."""
-    logs = [parts_of(comm).dispatcher.oplog for comm in (reducer_of(net).data, reducer_of(net).status)]
+    logs = [parts_of(comm).dispatcher.oplog for comm in (reducer_of(net).data, reducer_of(net).consensus.comm)]
     return [log.text(log.seq - 1) for log in logs]
 
 

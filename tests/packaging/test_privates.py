@@ -32,7 +32,7 @@ EXCEPTIONS = {
     ("aiodist/world/isolation.py", "_children"): "asyncio's, of a gather",
     ("aiodist/world/isolation.py", "_tasks"): "asyncio's and anyio's, of a task group",
     ("nn/pipelined.py", "_version"): "torch's, of tensors",
-    ("nn/deals.py", "_version"): "the same",
+    ("nn/bucket_plan.py", "_version"): "the same",
     ("aiodist/checkpoints/kinds.py", "_schedulers"): "torch's, of a scheduler of schedulers",
     ("handles/handle.py", "_origin"): "its own: the compiled base has it",
     ("handles/handle.py", "_account"): "the same",

@@ -29,7 +29,7 @@ def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tenso
 
     def stay(_: torch.Tensor) -> None:
         last = reducer_of(net).last
-        blocked_until(lambda: last is None or len(last.spans) >= 2)
+        blocked_until(lambda: last is None or len(last.times.spans) >= 2)
 
     if net.statistics().passes >= 2:
         out.register_hook(stay)

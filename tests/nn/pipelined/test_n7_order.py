@@ -60,7 +60,7 @@ def has_status(reduction: Any) -> bool:
 
 
 def is_agreeing(net: DataParallel) -> bool:
-    return (last := reducer_of(net).last) is not None and last.phase is Phase.AGREEING
+    return (last := reducer_of(net).last) is not None and last.machine.phase is Phase.AGREEING
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:

@@ -170,7 +170,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
     def gather(own: Tensor, out: Tensor) -> Any:
         if out.numel() not in (22, 4):  # those of the last layer, in two shards
             return usual(own, out=out)
-        late: Operation[Any] = Operation(reducer_of(net).progress, "late")
+        late: Operation[Any] = Operation(reducer_of(net).loop.progress, "late")
 
         async def go_on() -> None:
             await held.wait()
