@@ -1,4 +1,4 @@
-"""What the tests of nn share: small models, data for each rank and step, and the loop of one process."""
+"""Shared by the tests of nn: small models, data for each rank and step, and a training loop in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mlp(nn.Sequential):
 
 
 class Trial:
-    """A model, what it is trained on, and what one process makes of it."""
+    """A model, its training data, and the reference result of one process."""
 
     OPTIMIZERS: ClassVar[dict[str, Callable[[Any], Optimizer]]] = {
         "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

@@ -1,4 +1,4 @@
-"""`net.stop_requested`: true on all ranks at the same step, with every driver; and what the engine makes of it."""
+"""`net.stop_requested`: true on all ranks at the same step, with every driver; the engine stops after that step."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ async def test_n12_one_bad_gradient_is_sent_and_forgotten(coll: Communicator) ->
 
 
 class Two(nn.Module):
-    """Two layers of two dtypes, of which a forward uses one or both."""
+    """Two layers of two dtypes; a forward uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()

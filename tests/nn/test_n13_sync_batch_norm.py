@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = {
 
 
 def parts_of(size: int, shape: tuple[int, ...], step: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return what each rank trains on: values far from 0, of which plain sums of squares would lose digits."""
+    """Return each rank's batch: values far from 0, so that plain sums of squares would lose digits."""
     random = torch.Generator().manual_seed(10 * step + size)
     counts = [3] if size == 1 else COUNTS[:size]
     drawn = [torch.randn(n, CHANNELS, *shape, generator=random, dtype=torch.float64) for n in counts]

@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.heads = HEADS if coll is None else HEADS // coll.size
         self.words: Any = (nn.Embedding if coll is None else VocabEmbedding)(WORDS, WIDTH, **options)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        # A bias of the keys would have a gradient of zero, of which Adam makes steps out of rounding errors.
+        # A bias of the keys would have a gradient of zero, and Adam would make steps out of its rounding errors.
         self.query, self.key, self.value = (column(WIDTH, WIDTH, bias=False, **out) for _ in range(3))
         self.mixed = row(WIDTH, WIDTH, **into)
         self.up = column(WIDTH, 3 * WIDTH + 1, **out)  # an odd number of hidden units

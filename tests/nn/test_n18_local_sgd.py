@@ -50,7 +50,7 @@ async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator
 @each_overlap
 @each_optimizer
 async def test_n18_as_the_papers_say(coll: Communicator, optimizer: str, rule: str, overlap: bool) -> None:
-    """Each rank's own parameters after every step, and what all have in the end."""
+    """Each rank's own parameters after every step, and the common ones at the end, match the papers' formulas."""
     net, opt = await Trial.made(coll, optimizer, **Trial.FEW)
     local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
     alone = Alone(coll.size, optimizer, rule, overlap=overlap)

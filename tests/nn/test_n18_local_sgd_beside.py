@@ -25,7 +25,7 @@ each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "
 
 @pytest.mark.ranks(1, 2, 3)
 async def test_n18_refused_inside_join(coll: Communicator) -> None:
-    """Nobody waits there for an average that another rank cannot make: one that has no data is told too."""
+    """Every rank raises, a rank without data too: no rank waits for an average that another rank cannot make."""
     net = await DataParallel.create(Trial.Mlp(), coll)
     local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     with pytest.raises((RuntimeError, aiodist.RemoteError), match=r"LocalSGD inside net\.join"):

@@ -22,7 +22,7 @@ from aiodist.nn.layout import (
 
 every = pytest.mark.ranks(1, 2, 3, 5)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
-LARGE = 150  # squared: 90,000 bytes of float32, more than what is copied into a buffer
+LARGE = 150  # squared: 90,000 bytes of float32, too large to be copied into a buffer
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

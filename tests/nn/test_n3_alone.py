@@ -70,7 +70,7 @@ async def test_n3_a_rank_alone_has_few_hooks(coll: Communicator) -> None:
 
 
 async def test_n3_a_rank_alone_adds_up(coll: Communicator) -> None:
-    """To what was there before, made under `no_sync` or not; what is not used keeps its own."""
+    """Gradients are added to earlier ones, under `no_sync` or not; an unused parameter keeps its own."""
     net, expected = await DataParallel.create(Trial.Mlp(), coll, op="sum"), Trial.Mlp()
     module: Any = net.module
     module[2].bias.grad, expected[2].bias.grad = (torch.ones_like(module[2].bias) for _ in range(2))

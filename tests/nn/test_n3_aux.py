@@ -39,7 +39,7 @@ def forward(module: Any, rank: int, step: int) -> tuple[Tensor, Seen]:
 
 
 def assert_seen(seen: tuple[Tensor, Seen], module: torch.nn.Module, rank: int, step: int) -> None:
-    """Compare with what `module`, which has the parameters of before the step, makes of the batch."""
+    """Compare with the forward of `module`, a copy from before the step, on the same batch."""
     with torch.no_grad():
         expected = forward(module, rank, step)
     loss, aux = seen

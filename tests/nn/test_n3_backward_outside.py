@@ -1,4 +1,4 @@
-"""N3: a backward that nobody reduces is told at once, for any part of the module it runs through."""
+"""N3: a backward outside the net raises immediately, for any part of the module it runs through."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ each_size = pytest.mark.parametrize("sizes", SIZES, ids=["each", "one"])
 
 
 class Own(nn.Module):
-    """A parameter of its own beside a layer."""
+    """A parameter of its own next to a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ async def test_n3_what_is_frozen_does_not_hide_a_backward_outside(coll: Communic
     model: Any = net.module
     names = [name for name, _ in model.named_parameters()]
     for step in range(4):
-        # Of each module with several parameters the first, then all others; then none.
+        # Freeze the first parameter of each module with several, then all others, then none.
         for name in names:
             first = name.endswith(("weight", ".0", "own.scale"))
             model.get_parameter(name).requires_grad_(step == 3 or first == (step == 2))
@@ -140,7 +140,7 @@ async def test_n3_what_is_frozen_does_not_hide_a_backward_outside(coll: Communic
 
 
 def check_trained_told(model: Model) -> None:
-    """Of the ways through parts those on which something is trained now."""
+    """Check that a backward through any part with a trained parameter raises."""
     for part in model.ways():
         out = part(torch.ones(2, 6)).sum()
         if out.requires_grad:
@@ -152,7 +152,7 @@ def check_trained_told(model: Model) -> None:
 @pytest.mark.ranks(2)
 @each_size
 async def test_n3_what_was_frozen_just_now_does_not_hide_it(coll: Communicator, sizes: dict[str, Any]) -> None:
-    """Nobody has called the net since: of each module any one, then all but one."""
+    """One parameter is frozen, then all but one, with no call of the net in between: each backward raises."""
     net = await DataParallel.create(Model(), coll, **sizes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     model: Any = net.module
@@ -175,7 +175,7 @@ async def test_n3_what_was_frozen_just_now_does_not_hide_it(coll: Communicator, 
 @each_size
 @pytest.mark.parametrize("since", ["create", "a step", "a call"])
 async def test_n3_what_was_thawed_just_now_is_told(coll: Communicator, sizes: dict[str, Any], since: str) -> None:
-    """Parts that were wholly frozen when the hooks were placed last."""
+    """A backward raises for parts that were entirely frozen when the hooks were last placed."""
     model: Any = Model()
     model.requires_grad_(since != "create")
     model.raw.requires_grad_(True)
@@ -258,7 +258,7 @@ async def test_n3_a_generator_and_its_discriminator(coll: Communicator) -> None:
 @pytest.mark.ranks(2)
 @each_size
 async def test_n3_a_backward_on_the_loop_beside_a_step(coll: Communicator, sizes: dict[str, Any]) -> None:
-    """Its gradients would be taken for those of the step: told, and the step is right where it is made anew."""
+    """The backward raises, because its gradients would be taken for the step's; the ranks stay synchronized."""
     net = await DataParallel.create(Model(), coll, **sizes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     model: Any = net.module

@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Gate:
-    """Where the compute thread stops until the test lets it go on."""
+    """A point at which the compute thread stops until the test lets it continue."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -45,7 +45,7 @@ def pausing(net: Any, where: str, gate: Gate) -> Callable[[Any], Tensor]:
         if where == "forward":
             gate()
         y = first(x)
-        if where == "backward":  # the last layers' gradients are on their way by then
+        if where == "backward":  # the last layers' gradients are in flight by then
             y = in_backward(y, gate)
         return torch.nn.Sequential(*others)(y)  # type: ignore[no-any-return]
 
@@ -74,7 +74,7 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, where: str, who
         else:
             gate.go.set()
             await work
-    await net.submit(int)  # behind the last step
+    await net.submit(int)  # runs after the last step
     Trial.assert_same(net, Trial.alone(2, STEPS, optimizer="momentum"))
 
 
@@ -85,7 +85,7 @@ def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
 
 @pytest.mark.ranks(2)
 async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, until: Any) -> None:
-    """This rank's backward is over; its reductions wait for the other rank."""
+    """This rank's backward has finished; its reductions wait for the other rank."""
     net, opt = await Trial.made(coll, "adam", **Trial.SMALL)
     for step in range(STEPS):
         last = reducer_of(net).last
@@ -128,7 +128,7 @@ async def _task_group(work: Awaitable[Any], passed: asyncio.Event) -> None:
     async def step() -> None:
         await work
 
-    with pytest.raises(ExceptionGroup):  # noqa: PT012  - a group is what is tested
+    with pytest.raises(ExceptionGroup):  # noqa: PT012  - the test is about a group
         async with asyncio.TaskGroup() as group:
             group.create_task(step())
             await passed.wait()
@@ -229,7 +229,7 @@ def test_n3_a_late_rank_is_told_and_the_step_goes_on() -> None:
 
 @pytest.mark.ranks(2)
 async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator) -> None:
-    """What is added up here must not be added to what is still being reduced, nor to a sum that all ranks share."""
+    """Gradients accumulated here must not be added to gradients in reduction, nor to a sum that all ranks share."""
     for op in ("mean", "sum"):
         net = await DataParallel.create(Trial.Mlp(), coll, op=op, **Trial.SMALL)
         gate = Gate()

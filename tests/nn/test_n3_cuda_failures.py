@@ -1,4 +1,4 @@
-"""N3 on CUDA devices that have no memory left, or are lost: every rank learns why, and nobody waits for ever."""
+"""N3 on CUDA devices that have no memory left, or are lost: every rank learns the cause, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def strict_cuda(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def run_out(net: DataParallel, opt: Any, forward: Any, match: str, *, fails: bool) -> None:
-    """Make a step that fails here, or elsewhere; another one, and the end: in all of them somebody tells."""
+    """Make a step that fails on this or another rank, a second step, and close: each raises the cause."""
     async with asyncio.timeout(20):
         with pytest.raises(RuntimeError if fails else AiodistError, match=match):
             await net.step(forward, opt)
@@ -67,7 +67,7 @@ async def test_n3_cuda_no_memory_for_gradients(
     coll: Communicator, simulated_cuda: SimulatedCuda, failing: set[int]
 ) -> None:
     net = await DataParallel.create(Trial.Mlp(coll.rank).to(coll.device), coll)
-    await coll.barrier()  # it is made everywhere before a rank gives it up
+    await coll.barrier()  # the net exists on all ranks before one aborts it
     opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     before = [p.detach().cpu() for p in net.parameters()]
@@ -172,7 +172,7 @@ async def test_n3_cuda_a_device_that_is_lost_between_steps(
 async def test_n3_cuda_a_device_that_is_lost_while_it_reduces(
     coll: Communicator, strict_cuda: SimulatedCuda, delay: float
 ) -> None:
-    """Backward is over; what the others wait for from then on does not come."""
+    """The device is lost after backward: the reductions that the other ranks wait for never arrive."""
     net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device), **Trial.SMALL)
     x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""N3 on CUDA devices: what the host does for them, and what it spares."""
+"""N3 on CUDA devices: the host's work for a step, and the work it avoids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the pipelined optimizer share: models, steps with reductions held back, the plain loop."""
+"""Shared by the tests of the pipelined optimizer: models, steps with reductions held back, a plain loop."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _pass_on(told: Operation[None], made: Handle[Any]) -> None:
 
 
 class Course:
-    """A model, the data of each rank and step, and what a plain loop in one process makes of them."""
+    """A model, the data of each rank and step, and the reference result of a plain loop in one process."""
 
     STEPS = 4
     hold = Held
@@ -136,7 +136,7 @@ class Course:
     def check(
         cls, module: nn.Module, expected: nn.Module, size: int, steps: Iterable[int] = range(STEPS), make: Make = sgd
     ) -> None:
-        """Compare with what `steps` of the plain loop make of `expected`."""
+        """Compare `module` with `expected` after `steps` of the plain loop."""
         cls.same(module, cls.reference(expected, make(list(expected.parameters())), size, steps))
 
     @staticmethod

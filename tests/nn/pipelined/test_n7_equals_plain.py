@@ -229,7 +229,7 @@ async def _with(coll: Communicator, how: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, op: Literal["mean", "sum"]) -> None:
-    """Some steps of the plain kind before: buckets were dealt anew by then."""
+    """Plain steps come first, so the buckets are rebuilt before the pipelined optimizer is made."""
     net = await DataParallel.create(Course.mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
     plain = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(2):
@@ -257,7 +257,7 @@ async def test_n7_clipping_by_the_global_norm(coll: Communicator, kind: str) -> 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler ignores it, on one thread at a time
 @pytest.mark.parametrize("way", ["module", "layer", "forward"])
 async def test_n7_compiled_code(coll: Communicator, way: str) -> None:
-    """Of the module that is wrapped, of a layer in it, of a function around it: no hook runs in compiled code."""
+    """The wrapped module, one of its layers, or the forward is compiled: no hook runs in compiled code."""
     module: Any = Course.mlp()
     if way == "module":
         module = torch.compile(module, backend="eager")

@@ -38,7 +38,7 @@ class Wanders(nn.Module):
 
 @pytest.mark.ranks(2)
 async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator) -> None:
-    """That step fails on all ranks and changes no weight; from then on forward waits for that one before it begins."""
+    """The step fails on all ranks and changes no weight; later forwards wait for the parameter before they begin."""
     module = Wanders()
     net = await Course.split(module, coll)
     opt = await PipelinedOptimizer.create(net, Course.sgd)
@@ -99,7 +99,7 @@ def fails(module: nn.Module, where: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
 async def test_n7_an_error_on_one_rank(coll: Communicator, where: str, bucket_bytes: int) -> None:
-    """That rank raises it, the others a RemoteError once, nobody makes that step, all go on together."""
+    """The rank raises its error, the others a RemoteError once; no rank makes the step, and all continue together."""
 
     def loss_of(step: int) -> Tensor:
         at = where if coll.rank == 1 and step == 2 else ""
@@ -152,7 +152,7 @@ async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator)
 
 @pytest.mark.ranks(2)
 async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator) -> None:
-    """Also where the update was made while nobody waited."""
+    """The error is raised even if no task awaits the update when it fails."""
 
     class Fragile(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -231,7 +231,7 @@ async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, ho
 
 
 def test_n7_closing_while_another_rank_does_not_come() -> None:
-    """It waits for the last updates as long as closing waits at all, and then says what was not over."""
+    """Closing waits for the last updates up to its drain limit; the error then names the late rank."""
     waited: list[float] = []
 
     async def main(rank: int) -> None:
@@ -241,7 +241,7 @@ def test_n7_closing_while_another_rank_does_not_come() -> None:
             await net.step(Course.loss_of, opt, net, rank, 0)
             await opt.flush()
             if rank == 1:
-                await coll.recv(src=0)  # until it is told that the other has given up
+                await coll.recv(src=0)  # until rank 0 has timed out and closed
             await net.step(Course.loss_of, opt, net, rank, 1)
             began = asyncio.get_running_loop().time()
             try:
@@ -257,7 +257,7 @@ def test_n7_closing_while_another_rank_does_not_come() -> None:
 
 @pytest.mark.ranks(2)
 async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communicator) -> None:
-    """They would be made to what is loaded, in silence."""
+    """The updates would silently change the loaded parameters."""
     net = await Course.split(Course.mlp(), coll)
     opt = await PipelinedOptimizer.create(net, Course.sgd)
     state = opt.state_dict()
@@ -275,7 +275,7 @@ async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communic
 
 @pytest.mark.ranks(2)
 async def test_n7_a_state_is_not_loaded_while_the_last_update_is_made(coll: Communicator) -> None:
-    """It is on the compute thread just then, beside the loop."""
+    """The compute thread makes the update while the loop runs."""
     net = await DataParallel.create(Course.mlp(), coll)
     opt = await PipelinedOptimizer.create(net, Course.sgd)
     begun, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""N7: the next forward begins while reductions are on their way, and these go in the order in which it wants them."""
+"""N7: the next forward begins while reductions are in flight, and reductions are issued in the order of forward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def set_window(net: DataParallel, nbytes: int) -> None:
 async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forward(
     coll: Communicator, first: int
 ) -> None:
-    """One rank has sent two buckets then, the other more: all go on from there, with the first layer's first."""
+    """One rank has sent two buckets by then, the other more: both continue with the first layer's bucket."""
     net = await Course.split(Course.chain(), coll)
     opt = await PipelinedOptimizer.create(net, Course.sgd)
     await Course.train(net, opt, coll, range(2))
@@ -97,7 +97,7 @@ async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forwa
 
 
 def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times() -> None:
-    """One rank is in the middle of its backward while that of the others is over."""
+    """One rank is in the middle of its backward when the others have finished theirs."""
     late = threading.Event()
     orders: dict[int, list[int]] = {}
 
@@ -152,7 +152,7 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(slow: int) -> None:
-    """A forward waits for a timer, under a limit of a day: in `run_ranks` that is not over at once."""
+    """A forward waits for a timer, under a limit of a day: the clock of `run_ranks` must not jump to the limit."""
     due = threading.Event()
 
     async def main(rank: int) -> None:

@@ -58,7 +58,7 @@ async def test_n7_a_scheduler_of_torch_for_each_optimizer(coll: Communicator, la
 
 
 class Slow(torch.optim.SGD):
-    """Its step begins and then waits."""
+    """An optimizer whose step begins and then waits."""
 
     def __init__(self, params: list[nn.Parameter], began: threading.Event, go_on: threading.Event) -> None:
         super().__init__(params, lr=0.05)
@@ -72,7 +72,7 @@ class Slow(torch.optim.SGD):
 
 @pytest.mark.ranks(1)
 async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicator) -> None:
-    """The compute thread makes it, beside the loop: the new ones are for the next step, and none is lost."""
+    """Settings changed during an update on the compute thread apply to the next step, and none is lost."""
     began, go_on = threading.Event(), threading.Event()
     net = await DataParallel.create(Course.mlp(), coll)
     opt = await PipelinedOptimizer.create(net, lambda params: Slow(params, began, go_on))
@@ -112,7 +112,7 @@ async def test_n7_an_optimizer_that_changes_its_own_settings(coll: Communicator,
 
 
 def two_rates(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return Adam with the matrices behind the biases, which learn faster."""
+    """Return Adam with the biases first, at a higher learning rate, then the matrices."""
     biases, matrices = ([p for p in params if p.dim() == dim] for dim in (1, 2))
     return torch.optim.Adam([{"params": biases, "lr": 0.03}, {"params": matrices, "lr": 0.01}])
 
@@ -190,7 +190,7 @@ async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(coll: Co
 
 @pytest.mark.ranks(1)
 async def test_n7_a_state_of_what_is_updated(coll: Communicator) -> None:
-    """An optimizer may leave parameters out; a state that does not say of which ones it is is refused."""
+    """An optimizer may skip parameters; a state without the numbers of its parameters is refused."""
     net = await Course.split(Course.mlp(), coll)
     opt = await PipelinedOptimizer.create(
         net, lambda params: torch.optim.SGD(params[1:] or params, lr=0.1, momentum=0.9)

@@ -30,7 +30,7 @@ def fail() -> None:
 @pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 async def test_n20_an_error_on_one_rank(coll: Communicator, where: str, sizes: Any) -> None:
-    """That rank raises it, the others a RemoteError, nobody makes that step, all go on together."""
+    """The rank raises its error, the others a RemoteError; no rank makes the step, and all continue together."""
 
     def loss(step: int) -> Tensor:
         if coll.rank != 1 or step != 2:
@@ -57,7 +57,7 @@ async def test_n20_an_error_on_one_rank(coll: Communicator, where: str, sizes: A
 
 
 class Failing(torch.optim.SGD):
-    """It raises when it is told to."""
+    """An optimizer that raises if `fails` is set."""
 
     fails = False
 
@@ -69,7 +69,7 @@ class Failing(torch.optim.SGD):
 
 @pytest.mark.ranks(2, 3)
 async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator) -> None:
-    """The ranks still have the same parameters, of which one shard is a step behind: every later step tells."""
+    """The ranks still have equal parameters, with one shard a step late: every later step raises."""
     net = await DataParallel.create(Trial.Mlp(), coll)
     opt = await ShardedOptimizer.create(net, lambda groups: Failing(groups, lr=0.1))
     await net.step(Trial.loss, opt, net, coll.rank, 0)
@@ -122,7 +122,7 @@ async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communica
 
 @pytest.mark.ranks(2)
 async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator) -> None:
-    """What the others wait for does not come: they are told, and nobody hangs."""
+    """One rank aborts: the others raise CommunicatorAborted instead of waiting, and no rank hangs."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     await net.step(Trial.loss, opt, net, coll.rank, 0)
@@ -201,7 +201,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
 
 @pytest.mark.ranks(2)
 async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Communicator) -> None:
-    """Of two that are reduced one is gone before the first layer has its own; the other, the newest, is kept."""
+    """Two gradients are reduced before the first layer has its own: the older one is freed, the newest is kept."""
     storages: list[Any] = []
     gone: list[list[bool]] = []
     loop = asyncio.get_running_loop()

@@ -38,7 +38,7 @@ async def test_n20_clipping_by_the_norm_over_all_ranks(coll: Communicator, sizes
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(coll: Communicator, clip_norm: float | None) -> None:
-    """What is not finite lies in one element of one parameter, so in the shard of one rank alone."""
+    """Only one element of one parameter is not finite, and so only the shard of one rank."""
 
     def loss(module: Any, rank: int, step: int) -> Tensor:
         x, y = Trial.batch(rank, step)

@@ -51,7 +51,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Part(nn.Module):
-    """One layer is used only when it is told to; one lies in memory in another order."""
+    """One layer is used only if `whole` is set; one has the memory format channels_last."""
 
     def __init__(self) -> None:
         super().__init__()
