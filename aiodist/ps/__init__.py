@@ -1,8 +1,8 @@
 """The parameter server: tensors on servers, in shards; every call returns a handle.
 
-`ParameterServer` is what programs open. Below it, read in this order: `wire` and `coalescer` (entries between ranks),
-`names` and `sharding` (names, and where tensors lie), `client`, `server` and `shard` (requests and what becomes of
-them), `machines` (pure, they decide in which order), `rules` and `optimizers`; `training` stands on top.
+Programs open a `ParameterServer`. In the order of reading: `wire` and `coalescer` (entries between ranks), `names`
+(names, and the places of tensors), `requests` and `client` (calls), `server` and `shard` (their execution), `machines`
+(the rules of consistency, pure), `rules` and `optimizers`; `training` is on top.
 """
 
 from aiodist.ps.embedding import Embedding
