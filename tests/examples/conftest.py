@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Output:
-    """What a job left: its exit code, the lines of each rank, and what was written on standard error."""
+    """The outcome of a job: its exit code, the lines of each rank, and the text on standard error."""
 
     code: int
     lines: dict[int, list[str]]
@@ -33,7 +33,7 @@ class Output:
 
 @pytest.fixture(params=["openmpi", "mpich", "none"])
 def mpi(request: pytest.FixtureRequest) -> str:
-    """What `--mpi` is given."""
+    """The value of `--mpi`."""
     name: str = request.param
     if name == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
         return str(Path(prefix) / "bin" / "mpirun")

@@ -130,7 +130,7 @@ WAYS = [*SAME_STEPS, "train_uneven"]
 
 @pytest.fixture(scope="module")
 def sections(launched: Launch) -> dict[str, list[str]]:
-    """What rank 0 of two printed in each example: one job for all."""
+    """The lines that rank 0 of two printed in each example: one job for all."""
     done, _ = launched(2, ONE_AFTER_ANOTHER, *WAYS, mpi="openmpi")
     assert (done.code, done.errors) == (0, "")
     assert done.lines[1] == [f"--- {name}" for name in WAYS]
@@ -150,7 +150,7 @@ def by_example(lines: list[str]) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def sequential() -> list[str]:
-    """What the program of one process prints, run as a user does."""
+    """The lines that the program of one process prints, run as a user does."""
     script = EXAMPLES / "train_sequential.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
@@ -398,7 +398,7 @@ def test_n12_a_few_codecs_learn_the_digits(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("n", [2, 3])
 def test_n12_with_few_bytes_the_digits_are_learnt_as_well(launch: Launch, n: int) -> None:
-    done = launch(n, EXAMPLES / "compressed.py", mpi="openmpi", seconds=300)  # seven trainings; 60 s beside other tests
+    done = launch(n, EXAMPLES / "compressed.py", mpi="openmpi", seconds=300)  # seven trainings; 60 s among other tests
     assert (done.code, done.errors, done.lines[1]) == (0, "", [])
     check_compressed(done.lines[0], 7, within=0.01)
 
@@ -433,13 +433,13 @@ def test_n18_a_few_averages_learn_the_digits(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [2, 3])
 def test_n18_with_few_averages_the_digits_are_learnt_as_well(launch: Launch, n: int) -> None:
-    done = launch(n, EXAMPLES / "local_sgd.py", mpi="openmpi", seconds=200)  # seven trainings; long beside other tests
+    done = launch(n, EXAMPLES / "local_sgd.py", mpi="openmpi", seconds=200)  # seven trainings; slow among other tests
     assert (done.code, done.errors, done.lines[1]) == (0, "", [])
     check_seldom(done.lines[0], 7, at_least=0.95)
 
 
 def check_seldom(lines: list[str], ways: int, at_least: float) -> None:
-    """Check that all lines tell of a net that knows as much, and all but the first of a fifth of the bytes, or less."""
+    """Check that every line shows the accuracy asked for, and all but the first at most a fifth of its bytes."""
     found = [re.fullmatch(r".*: (\d+\.\d) MB, test accuracy (\d\.\d{4})", line) for line in lines]
     (plain, _), *others = seen = [(float(match[1]), float(match[2])) for match in found if match is not None]
     assert len(seen) == ways
@@ -482,7 +482,7 @@ def check_versions(lines: list[str], expected: list[str], last: int) -> None:
 
 
 def shortened(example: Example, monkeypatch: pytest.MonkeyPatch, capsys: Any, epochs: int) -> list[str]:
-    """Have examples do fewer epochs; return what one process prints then."""
+    """Limit examples to fewer epochs; return the lines that one process prints."""
     alone = example("train_sequential")
     monkeypatch.setattr(alone, "EPOCHS", epochs)
     monkeypatch.setitem(sys.modules, "train_sequential", alone)
@@ -493,7 +493,7 @@ def shortened(example: Example, monkeypatch: pytest.MonkeyPatch, capsys: Any, ep
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Example:
-    """Loads an example anew, as a module; what it writes goes to an empty folder."""
+    """Loads an example again, as a module; its files go to an empty folder."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
     return load_example

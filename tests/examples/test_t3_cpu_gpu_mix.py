@@ -34,7 +34,7 @@ def example() -> Iterator[Any]:
 
 
 def check(lines: list[str]) -> None:
-    """Look at what rank 0 prints; the program itself compares the sums with torch's, and fails where they differ."""
+    """Check the lines of rank 0; the program itself compares the sums with torch's, and fails if they differ."""
     stages = r", ".join(rf"{name} \d+\.\d\d s" for name in ("prepare", "copy", "compute", "reduce"))
     assert re.fullmatch(f"alone: {stages}", lines[0]), lines
     hidden = re.fullmatch(r"together \d+\.\d\d s: share hidden (\d+)%", lines[1])

@@ -1,4 +1,4 @@
-"""N3 on CUDA devices: the device waits for reductions, the host does not, and what is read on a stream is right."""
+"""N3 on CUDA devices: the device waits for reductions, the host does not, and a stream reads correct values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_n3_cuda_a_step_synchronises_nothing(
     assert not fake_nccl.device.fallbacks
     if pipelined:
         await opt.flush()
-    await coll.barrier()  # nobody looks at parameters, which synchronises, before all have counted
+    await coll.barrier()  # reading parameters synchronises: no rank reads before all have counted
     Trial.assert_same(net, Trial.alone(coll.size, STEPS, optimizer="adam"))
     await net.aclose()
 
@@ -72,7 +72,7 @@ async def test_n3_cuda_a_step_synchronises_nothing(
 async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     coll: Communicator, fake_nccl: NcclOnDevices, limit: int
 ) -> None:
-    """However many bytes there are: `limit` is what the loop may have in flight, and others have it all."""
+    """The step returns for any limit on the loop's bytes in flight, while another lane requests twice the limit."""
     Scheduler.current().limit = limit
     others = Scheduler.current().lane("others").request(2 * limit, lambda: None)
     net, opt = await Trial.made(coll, "momentum", Trial.Mlp(coll.rank).to(coll.device), **Trial.FEW)
@@ -252,7 +252,7 @@ async def test_n3_cuda_hooks_run_in_a_thread_of_autograd(
 
 
 def by_hand(net: DataParallel, parts: list[Callable[[], None]]) -> None:
-    """Make a pass of which each of `parts` brings gradients in a thread of its own, all at once."""
+    """Make a pass with the gradients of all `parts`, each in a thread of its own, at the same time."""
     compute_of(net).drain()
     reduction = reducer_of(net).begin()
     start = threading.Barrier(len(parts))
@@ -376,7 +376,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
 
     with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
-        await coll.barrier()  # no step is under way
+        await coll.barrier()  # no step is in flight
         reducer_of(net).data.abort("the cable was pulled")
         newest = reducer_of(net).last
         assert newest is not None
@@ -388,7 +388,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
 
 @pytest.fixture
 def late_loop(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Once the first is set, the loop that lets a compute thread go on does nothing more until the second is."""
+    """Return two events: after the first is set, the loop releases no compute thread until the second is set."""
     reached, order, given_up, went_on = Fence.reached, Fence.order, threading.Event(), threading.Event()
     waited_for: set[int] = set()
 
@@ -413,9 +413,9 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
     simulated_cuda: SimulatedCuda,
     late_loop: tuple[threading.Event, threading.Event],
 ) -> None:
-    """Tensors that go by way of the host: the compute thread waits until all is queued, and no longer than for ever.
+    """Tensors copied through the host: the compute thread waits until all are queued, and an abort ends the wait.
 
-    It goes on before the loop has told the pass.
+    The thread continues before the loop has notified the pass.
     """
     given_up, went_on = late_loop
     net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device))

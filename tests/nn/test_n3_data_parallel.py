@@ -89,7 +89,7 @@ class Plan:
     """Which layers run, in order; one may come several times."""
     frozen: set[int]
     optional: set[int]
-    """Those that each rank uses in some steps only."""
+    """Layers that each rank uses in some steps only."""
     bucket_bytes: int
     first_bucket_bytes: int
     op: Literal["mean", "sum"]
@@ -116,7 +116,7 @@ plans = st.builds(
 
 
 class Drawn(nn.Module):
-    """Layers from 6 features through a width to 6, added to what they were given."""
+    """Residual layers from 6 features through a width to 6."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def in_forward(net: Any, loss: Callable[[Any], Tensor], error: BaseException) ->
 
 
 def in_backward(net: Any, loss: Callable[[Any], Tensor], error: BaseException) -> Tensor:
-    """Raise when the last layer's gradients are on their way already."""
+    """Raise when the last layer's gradients are already in flight."""
     first, *others = net.module
     return loss(lambda x: torch.nn.Sequential(*others)(Broken.apply(first(x), error)))  # type: ignore[no-untyped-call]
 
@@ -216,7 +216,7 @@ async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Commu
     net = await DataParallel.create(module, coll, **Trial.SMALL)
     opt = Trial.OPTIMIZERS["sgd"](net.parameters())
 
-    def forward() -> Tensor:  # the other way about: the first layer's gradients come first
+    def forward() -> Tensor:  # in reverse: the first layer's gradients come first
         return torch.stack([module.get_parameter(f"{i}.weight").square().sum() for i in (4, 2, 0)]).sum()
 
     with pytest.raises((aiodist.RemoteError, ValueError)):
@@ -303,7 +303,7 @@ def test_n3_ranks_hear_of_one_whose_operation_fails(size: int, at: int) -> None:
 
 
 def test_n3_ranks_hear_of_one_whose_optimizer_is_another() -> None:
-    """What torch raises of that is raised on one rank alone."""
+    """One rank alone raises torch's error; the other raises CommunicatorAborted with its text."""
 
     async def main() -> BaseException | None:
         async with aiodist.init(timeout=60) as coll:

@@ -1,4 +1,4 @@
-"""N3: parameters are frozen and thawed while training goes on, on all ranks alike; where they do not, all are told."""
+"""N3: all ranks freeze and thaw the same parameters during training; if they differ, every rank raises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def freeze(module: nn.Module, names: set[str]) -> None:
 
 
 async def flushed(opt: Any) -> None:
-    """Have a pipelined optimizer make its updates."""
+    """Flush the optimizer if it is pipelined."""
     if isinstance(opt, PipelinedOptimizer):
         await opt.flush()
 
@@ -98,7 +98,7 @@ async def test_n3_only_what_is_trained_travels(coll: Communicator, sizes: dict[s
 @each_size
 @pytest.mark.parametrize("thaws", [False, True])
 async def test_n3_frozen_while_gradients_add_up(coll: Communicator, sizes: dict[str, Any], thaws: bool) -> None:
-    """What came before the freeze is reduced with the rest: an optimizer uses every gradient that is there."""
+    """Gradients from before the freeze are reduced with the rest: an optimizer uses every gradient there is."""
     module = Trial.Mlp()
     freeze(module, {"4.bias"})
     net = await DataParallel.create(module, coll, **sizes)
@@ -198,7 +198,7 @@ async def test_n3_freezing_where_parameters_are_used_seldom(coll: Communicator, 
 async def test_n3_ranks_that_freeze_different_parameters(
     coll: Communicator, sizes: dict[str, Any], pipelined: bool, first: set[str], way: str
 ) -> None:
-    """All get a MismatchError with the names, nobody hangs, no weight changes; the next step works."""
+    """All ranks get a MismatchError with the names, none hangs, no weight changes; the next step works."""
     module = Trial.Mlp()
     freeze(module, first)
     net = await DataParallel.create(module, coll, **sizes)
@@ -321,7 +321,7 @@ async def test_n3_a_cancelled_step_freezes_as_any(coll: Communicator) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, pipelined: bool) -> None:
-    """Those that go on freeze and thaw; the others, which know nothing of it, reduce the same with them."""
+    """Ranks with data freeze and thaw; ranks without data reduce the same parameters, with no freeze of their own."""
     counts = (5, 2, 3)[: coll.size]
     plan = [set(), {"0.weight"}, {"0.weight", "2.bias"}, set(), {"4.weight"}]
     net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
@@ -348,7 +348,7 @@ async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, pipelin
 
 @pytest.mark.ranks(3)
 async def test_n3_ranks_that_freeze_differently_in_a_join_block(coll: Communicator) -> None:
-    """Rank 2 has no data any more; the others disagree, all are told, leave the block, and go on together."""
+    """Rank 2 has no data left and the others disagree: all raise, leave the block, and continue together."""
     net, opt = await Trial.made(coll, **Trial.SMALL)
 
     async def train() -> None:

@@ -1,4 +1,4 @@
-"""N3: the machines of one pass on several ranks, walked at random beside a model of what lies between them."""
+"""N3: the machines of one pass on several ranks, in random walks with a model of the loop and the communicator."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Wire:
         self._then: list[dict[int, Callable[[Exception | None, list[Any]], None]]] = [{} for _ in range(size)]
 
     def send(self, rank: int, payload: Any, then: Callable[[Exception | None, list[Any]], None]) -> None:
-        """Have `then` called with what all ranks sent, or with an error where the communicator is lost before."""
+        """Call `then` with the payloads of all ranks, or with an error if the communicator is lost first."""
         if self.lost is not None:
             then(self.lost, [])
             return
@@ -163,7 +163,7 @@ class Pass:
                 self._on.walk.lose(CommunicatorAborted(why), wholly=wholly)
 
     def send(self, index: int) -> None:
-        """Have a bucket wait for a permit."""
+        """Queue a bucket for a permit."""
         assert self.begun
         assert self.phase in (Phase.BACKWARD, Phase.ENDING)
         assert index not in self.sent
@@ -197,7 +197,7 @@ class Rank:
         self.odd = number % 2 == 1
         self.asking = False
         self.trouble: Exception | None = None
-        """What the next reduction raises when it is issued."""
+        """The error that the next reduction raises when it is issued."""
 
     @property
     def newest(self) -> Pass | None:
@@ -207,14 +207,14 @@ class Rank:
         newest = self.newest
         if newest is None or newest.ended:
             return not self.asking
-        # Who asks the others before a pass waits for the end of the last one.
+        # A rank that asks the others before a pass waits for the end of the last pass.
         return newest.closed and not any(map(self.asks, kinds[len(self.passes) :][:1]))
 
     def asks(self, kind: str) -> bool:
         return kind in ("asked", "ask for different") or (self.odd and kind in ("some ask", "join for different"))
 
     def start(self, kind: str) -> None:
-        """Begin a pass; ask the others before it, where it is of that kind."""
+        """Begin a pass; ask the others first if its kind requires it."""
         if self.asks(kind):
             how = StatusKind.JOIN if kind == "join for different" else StatusKind.ASK
             self.asking = True
@@ -242,7 +242,7 @@ class Rank:
         self.passes.append(Pass(self, len(self.passes), terms, waits=waits))
 
     def waiting(self) -> list[Pass]:
-        """Return the pass that waits for another that is over, or for its header to be sent."""
+        """Return the passes that have not begun, though the pass before has ended."""
         befores = [None, *self.passes]
         pairs = zip(befores, self.passes, strict=False)
         return [this for before, this in pairs if not this.begun and (before is None or before.ended)]
@@ -312,7 +312,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.startable())
     @rule(pick=PICKS, kind=st.sampled_from([*HEALTHY, *HEALTHY, *UNSOUND]))
     def start(self, pick: int, kind: str) -> None:
-        """The first rank to come to a pass says what it is like."""
+        """The first rank that starts a pass chooses its kind."""
         rank = chosen(self.startable(), pick)
         if len(self.kinds) == len(rank.passes):
             early = rank.newest is not None and not rank.newest.ended
@@ -447,7 +447,7 @@ class Walk(RuleBasedStateMachine):
         """Every bucket was reduced once, and either all ranks have made the pass, or none has."""
         alone = len(self.ranks) == 1
         if not alone and "some join" in self.kinds[: number + 1]:
-            return  # that has the ranks give up
+            return  # such a pass makes the ranks abort
         fails = any(failed == number for failed, _ in self.failed) or (not alone and self.kinds[number] in UNSOUND)
         everything = list(range(len(self.loads)))
         for rank in self.ranks:

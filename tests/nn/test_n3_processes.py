@@ -38,7 +38,7 @@ async def test_n3_equals_one_process_over_a_library(coll: Communicator) -> None:
 @processes
 @over_mpi
 async def test_n3_beside_a_task_that_communicates(coll: Communicator) -> None:
-    """Its awaits poll for the reductions too; what those lead to is no call of that task's."""
+    """The task's awaits also poll for the reductions; calls that follow from a reduction do not count as the task's."""
     beside = await coll.dup()
     net = await DataParallel.create(Trial.Mlp(coll.rank), coll, **Trial.SMALL)
     over = False

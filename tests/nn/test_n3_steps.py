@@ -1,4 +1,4 @@
-"""N3: ranks that have made different numbers of steps are told, by an optimizer that raised or by data that ended."""
+"""N3: ranks raise if their numbers of steps differ, after an optimizer that raised or data that ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ each_size = pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "on
 
 
 class Fails(torch.optim.SGD):
-    """Raises once, when it is told to."""
+    """An optimizer that raises if `fails` is set."""
 
     fails = False
 
@@ -167,7 +167,7 @@ async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator) -> None:
 
 @pytest.mark.ranks(3)
 async def test_n3_numbers_of_steps_beside_join(coll: Communicator) -> None:
-    """Within the block they differ, after it they do not; one that an optimizer has left behind is told in it too."""
+    """Numbers of steps may differ inside the block and agree after it; a missed step of an optimizer raises inside."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     kind = failing(False)
     opt = kind(net.parameters(), lr=0.1)
@@ -193,7 +193,7 @@ async def test_n3_numbers_of_steps_beside_join(coll: Communicator) -> None:
 @pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_n3_uneven_numbers_of_steps(counts: tuple[int, ...], sizes: dict[str, Any], pipelined: bool) -> None:
-    """Ranks that end early and ranks that go on get the same: ranks, numbers, the remedy, and the call that waited."""
+    """Ranks that end early and ranks that continue get one error: ranks, numbers, the remedy, the waiting call."""
     texts: list[str] = []
     calls: list[tuple[int, str]] = []
 

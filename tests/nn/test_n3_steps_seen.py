@@ -1,4 +1,4 @@
-"""N3: steps of optimizers are seen however they are called, and what is right on all ranks raises no alarm."""
+"""N3: every way to call an optimizer's step is seen, and a program that is correct on all ranks raises no error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ on_processes = pytest.mark.ranks(2, backend="gloo")
 
 
 class Derived(SGD):
-    """Torch's hook fires for its step, and for that of its base class where somebody has made one of those."""
+    """Torch's hook fires for the step of this class, and for its base class's step if an instance of that exists."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -202,7 +202,7 @@ async def test_n3_steps_of_one_rank_that_change_nothing(
 
 @on_ranks
 async def test_n3_an_optimizer_for_each_parameter_as_gradients_arrive(coll: Communicator) -> None:
-    """The ranks step in different order, and while the pass is not over."""
+    """The ranks step in different order, before the pass has ended."""
     async with trained(coll) as net:
         opts = {p: SGD([p], lr=0.1) for p in net.parameters()}
         for step in range(3):

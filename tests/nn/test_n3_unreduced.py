@@ -110,7 +110,7 @@ async def test_n3_a_parameter_that_is_changed_within_backward(coll: Communicator
 
 @pytest.mark.ranks(2)
 async def test_n3_a_step_beside_a_pass_that_goes_on(coll: Communicator) -> None:
-    """Of an optimizer of the net that is not the pipelined one, and after a loop over gradients was left early."""
+    """A plain optimizer steps after an early exit from the loop over gradients, while the pass continues."""
     module = Trial.Mlp()
     net = await DataParallel.create(module, coll, **Trial.FEW)
     opt = SGD(net.parameters(), lr=0.1)
@@ -200,7 +200,7 @@ async def test_n5_a_step_does_not_drop_gradients_that_were_kept(coll: Communicat
 
 @pytest.mark.ranks(1)
 async def test_n5_what_is_kept_while_another_net_is_in_its_backward_is_kept(coll: Communicator) -> None:
-    """That one is on a thread of its own, and has nothing to do with this net."""
+    """The other net's backward runs on a thread of its own, and does not concern this net."""
     net, other = await DataParallel.create(Trial.Mlp(), coll), await DataParallel.create(Trial.Mlp(), coll)
     begun, done = threading.Event(), threading.Event()
 

@@ -98,7 +98,7 @@ async def test_n4_the_first_bucket_is_small(coll: Communicator) -> None:
 
 
 class Branches(nn.Module):
-    """Layers whose order, and whether they run at all, is drawn anew each time."""
+    """Layers in random order: each forward makes four draws from the five, with repeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ async def test_n4_branches_drawn_on_each_rank(
 
 
 class Odd(nn.Module):
-    """Parameters that lie in memory in many ways."""
+    """Parameters with many memory layouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ async def test_n4_any_memory_layout(coll: Communicator, bucket_bytes: int) -> No
 
 @pytest.mark.ranks(2)
 async def test_n4_gradients_stay_in_their_places(coll: Communicator) -> None:
-    """Once they lie in a bucket, zeroing them in place leaves them there: nothing is made anew."""
+    """Gradients in a bucket stay there when they are zeroed in place: no memory is allocated again."""
     net = await DataParallel.create(Trial.Mlp(), coll)
     places = []
     for step in range(4):
@@ -191,7 +191,7 @@ async def test_n4_gradients_stay_in_their_places(coll: Communicator) -> None:
 
 
 class OneGradient(nn.Module):
-    """Autograd gives parameters the gradient of a sum, as views that it does not call so, and goes on from there."""
+    """Autograd gives parameters the gradient of a sum, as views not marked as views, and continues with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def bfloat16() -> Iterator[None]:
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("bfloat16")
 async def test_n4_a_default_dtype_of_the_user(coll: Communicator) -> None:
-    """What ranks tell each other beside the gradients is ours, for any default dtype of torch."""
+    """Messages other than gradients have a fixed dtype, for any default dtype of torch."""
     names = [str(i) for i in range(300)]
     module = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in names})
     net = await DataParallel.create(module, coll, **Trial.SMALL)

@@ -181,7 +181,7 @@ async def test_n5_options_that_differ(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n5_a_parameter_of_another_dtype_later(coll: Communicator) -> None:
-    """Its bucket has the dtype of before: an error, on all ranks, and none hangs."""
+    """The bucket keeps the earlier dtype: all ranks raise, and none hangs."""
     net = await DataParallel.create(Trial.Mlp().float(), coll)
     x, y = Trial.batch(coll.rank, 0)
     if coll.rank == 0:

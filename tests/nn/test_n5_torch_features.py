@@ -91,7 +91,7 @@ async def test_n5_compiled_modules() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Layers that compute their activations anew in backward; one of them several times."""
+    """Layers that recompute their activations in backward; one of them several times."""
 
     def __init__(self, reentrant: bool, times: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""N6: reductions, prefetched batches and files share one limit on bytes in flight, and nothing waits for ever."""
+"""N6: reductions, prefetched batches and files share one limit on bytes in flight, and nothing hangs."""
 
 import asyncio
 import threading
@@ -159,7 +159,7 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
 
 @pytest.mark.ranks(2)
 async def test_n6_the_order_of_reductions_is_one_though_a_rank_has_no_room(coll: Communicator) -> None:
-    """Somebody else has all of the room, on one rank or the other."""
+    """Another lane holds the whole limit, on one rank or the other."""
     scheduler = Scheduler.current()
     scheduler.limit = 2000
     net = await create(coll)
@@ -178,7 +178,7 @@ async def test_n6_the_order_of_reductions_is_one_though_a_rank_has_no_room(coll:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n6_a_task_of_the_user_is_not_starved(coll: Communicator, pipelined: bool) -> None:
-    """It goes on while forward, backward and the optimizer run: each of them waits until it has."""
+    """The task runs during forward, backward and the optimizer: each of them waits until it has."""
     ticks = 0
     turn = threading.Condition()
 
@@ -279,7 +279,7 @@ async def test_n6_nothing_stays_in_flight_after_any_failure(coll: Communicator, 
     await drained(coll)
     if not pipelined:
         async for _ in net.backward_iter(await net.submit(forward, 3)):
-            break  # the others go on
+            break  # the other gradients follow
         await net.step(forward, opt, 4)
     await net.aclose()
     await drained(coll)
@@ -288,7 +288,7 @@ async def test_n6_nothing_stays_in_flight_after_any_failure(coll: Communicator, 
 
 @pytest.mark.ranks(2)  # else nothing is sent before rank 1 has come
 async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> None:
-    """What waits for leave asks no more, what has it gives it back, and the limit serves others as before."""
+    """Waiting buckets withdraw their requests, granted ones return their permits, and others can use the limit."""
     Scheduler.current().limit = 1
     net = await create(await coll.dup())
     opt = MOMENTUM(net.parameters())

@@ -1,4 +1,4 @@
-"""N8: gradients one after another as they arrive, while backward goes on."""
+"""N8: gradients one after another as they arrive, while backward runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator) ->
 
 @pytest.mark.ranks(2)
 async def test_n8_unused_parameters(coll: Communicator) -> None:
-    """Those that other ranks used come last; those that none used do not come."""
+    """Parameters that only other ranks used come last; parameters that no rank used do not come."""
     module = nn.ModuleDict({name: nn.Linear(6, 3).double() for name in ("both", "one", "none")})
     net = await DataParallel.create(module, coll, **Trial.SMALL)
     x, y = Trial.batch(coll.rank, 0)
@@ -126,7 +126,7 @@ async def test_n8_leaving_early(coll: Communicator, who: set[int]) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator) -> None:
-    """Backward of the one goes on: what communicates next must not get among its reductions."""
+    """Backward continues on one rank: the next collective must not come between its reductions."""
     module = nn.Sequential(Trial.Mlp(), nn.BatchNorm1d(3).double())
     net = await DataParallel.create(module, coll, **Trial.SMALL)
     await net.backward(Trial.loss(net, coll.rank, 0))
@@ -166,7 +166,7 @@ async def test_n8_errors(coll: Communicator) -> None:
 @pytest.mark.ranks(2)
 async def test_n8_a_user_who_raises(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    with pytest.raises(LookupError):  # noqa: PT012  - the loop is what is tested
+    with pytest.raises(LookupError):  # noqa: PT012  - the test is about the loop
         async for _ in net.backward_iter(Trial.loss(net, coll.rank, 0)):
             raise LookupError
     arrived = asyncio.Event()

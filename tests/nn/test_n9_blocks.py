@@ -55,7 +55,7 @@ def test_n9_a_wrong_number_of_blocks(blocks: int) -> None:
 
 
 class Pair(nn.Module):
-    """Two tensors, one that carries no gradient and a number for what it is given, or one for all of that."""
+    """From one tensor: two tensors, one without a gradient, and a number; from all of these: one tensor."""
 
     def __init__(self) -> None:
         super().__init__()

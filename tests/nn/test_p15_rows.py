@@ -22,7 +22,7 @@ each_size = pytest.mark.parametrize("sizes", SIZES, ids=["each", "all"])
 
 
 class Words(nn.Module):
-    """Two tables of rows, of which the second is not always used, and a dense layer."""
+    """Two tables of rows, the second not always used, and a dense layer."""
 
     def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Words(nn.Module):
 
 
 def loss_of(module: Any, rank: int, step: int) -> Tensor:
-    """Ranks have unlike numbers of words, some of them twice; word 10 is nobody's; in turns ranks use no bags."""
+    """Ranks have different numbers of words, some of them twice; no rank has word 10; ranks skip the bags in turns."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     words = torch.randint(0, 10, (3 + rank, 2 + step % 3), generator=generator)
     words[-1] = words[0]
@@ -244,7 +244,7 @@ async def test_p15_ranks_must_agree_on_what_is_sparse(coll: Communicator) -> Non
 
 
 class Tied(nn.Module):
-    """Its weight gets rows from `forward`, and a dense gradient from `tied`."""
+    """A table whose weight gets rows from `rows`, and a dense gradient from `tied`."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()

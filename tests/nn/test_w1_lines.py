@@ -1,4 +1,4 @@
-"""W1: what a net has its ranks exchange is told with the line of the program that began it."""
+"""W1: reports name each collective of a net with the program's line that began it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.nn.conftest import Trial
 
 
 def newest(net: nn.DataParallel) -> list[str]:
-    """Return what the newest collectives of gradients, and of the status beside them, are called in reports."""
+    """Return the names in reports of the newest collective of gradients and the newest one of their status."""
     logs = [parts_of(comm).dispatcher.oplog for comm in (reducer_of(net).data, reducer_of(net).consensus.comm)]
     return [log.text(log.seq - 1) for log in logs]
 
@@ -95,7 +95,7 @@ async def test_w1_a_step_that_is_a_task_is_told_with_the_line_of_its_call(
         await how(backward)
         assert all(text.endswith(line) for text in newest(net)), newest(net)
         line = line_below()
-        compared = nn.synchronize_parameters(net.module, coll)  # what it issues goes through the compiled way
+        compared = nn.synchronize_parameters(net.module, coll)  # its collectives take the compiled path
         await how(compared)
         assert log.text(log.seq - 1).endswith(line), log.text(log.seq - 1)
 

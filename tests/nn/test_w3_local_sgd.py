@@ -1,4 +1,4 @@
-"""W3: `LocalSGD` goes on with other ranks from its last average; checked against what the formulas give in float64."""
+"""W3: `LocalSGD` continues with other ranks from its last average; checked against the formulas in float64."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def train(number: int, case: Case, log: Log) -> Any:
 
 
 class Replay:
-    """What the formulas give, for one generation after another; the ranks are modules in a list."""
+    """The formulas, for one generation after another; the ranks are modules in a list."""
 
     def __init__(self, case: Case) -> None:
         self.options = case.options

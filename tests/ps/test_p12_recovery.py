@@ -58,7 +58,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def test_p12_each_push_counts_once_when_a_server_dies(  # noqa: C901
     tmp_path: Path, policy: str, layout: str, seed: int
 ) -> None:
-    """A server dies at any time after a checkpoint, during pushes, some awaited. Those that raised count too."""
+    """A server dies at any time after a checkpoint, during pushes, some awaited. Pushes that raised count too."""
     apart = layout == "apart"
     dies = 4 if apart else 2
     counts: dict[int, int] = {}

@@ -152,7 +152,7 @@ async def test_p15_rows_that_are_prefetched_are_taken_and_not_pulled_twice(coll:
         words = Embedding(await ps.embedding("words", DIM))
         ids = torch.tensor([4, 4, coll.rank])
         assert words.prefetch(ids) is ids
-        for _ in range(2):  # the second time nobody has asked for them
+        for _ in range(2):  # the second time without a prefetch
             rows = await asyncio.to_thread(words, ids)
             torch.testing.assert_close(rows.detach(), await words.table.pull(ids))
         assert ps.statistics().pulls == 4
@@ -192,7 +192,7 @@ async def test_p15_rows_are_up_to_date_whichever_batches_were_prefetched_and_use
                 if dice.random() < 0.5:
                     words.prefetch(ahead)
             if dice.random() < 0.2:
-                words.prefetch(torch.tensor([0]))  # nobody takes it
+                words.prefetch(torch.tensor([0]))  # prefetched, never used
             if dice.random() < 0.2:
                 await asyncio.to_thread(words, ids)
             assert await asyncio.to_thread(train, ids) == (3 + step) * coll.size

@@ -1,4 +1,4 @@
-"""P15: tables of rows on servers: what calls take, return and raise, in which order, and what lies where."""
+"""P15: tables of rows on servers: arguments, results and errors of calls, their order, and the placement of rows."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_p15_a_synchronous_read_has_all_pushes_of_the_steps_before_and_no_
         ids = scattered(20, 1)
         for step in range(6):
             mine = ids[coll.rank :: 4] if step % 2 else ids
-            early = table.pull(ids, at_least=step + 1)  # asked for before the push, answered behind it
+            early = table.pull(ids, at_least=step + 1)  # requested before the push, answered after it
             pushed = table.push(mine, torch.full((mine.numel(), 2), float(step)))
             late = table.pull(ids)
             assert torch.equal(await early, await late)
@@ -169,7 +169,7 @@ async def test_p15_pushes_are_steps_and_settings_change(coll: Communicator) -> N
         await table.push(torch.empty(0, dtype=torch.int64), torch.empty(0, 2))  # a step of its own
         await table.push(ids, values, rule="copy")  # the last value of the last worker
         assert (await table.pull(torch.tensor([4, 9]))).tolist() == [[16.0, 17.0], [12.0, 13.0]]
-        if coll.rank == 0:  # beside a step on what was copied: half of it, since it is one of two pushes
+        if coll.rank == 0:  # in the same step as a copy: half of it counts, since it is one of two pushes
             await table.push(torch.tensor([4]), torch.ones(1, 2))
         else:
             await table.push(torch.tensor([4, 11]), torch.full((2, 2), 3.0), rule="copy")
@@ -296,7 +296,7 @@ async def test_p15_a_table_is_freed_and_made_anew(coll: Communicator) -> None:
 
 HEADS: dict[int, Any] = {Kind.PUSH: PushHead, Kind.PULL: PullHead}
 CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull order": [9, 3], "short": [1], "rule": [1]}
-"""The ids of what makes no sense; in the rest of the cases those of both servers together."""
+"""The ids of each malformed entry; in the other cases the ids of both servers together."""
 
 
 def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:

@@ -56,7 +56,7 @@ def draw(dtype: torch.dtype, numel: int, seed: int) -> Tensor:
 
 
 def array(t: Tensor) -> Array:
-    """Return a copy for numpy, which has no bfloat16: that is what float32 makes of it."""
+    """Return a copy for numpy, which has no bfloat16: such values become float32."""
     return np.array((t.float() if t.dtype is torch.bfloat16 else t).numpy())
 
 
@@ -332,7 +332,7 @@ def test_p3_what_a_function_raises_is_raised() -> None:
 
 
 async def waits(shard: Tensor, value: Tensor) -> None:
-    """What cannot be a rule: nobody would await it."""
+    """A coroutine function, which is no rule: a server would never await it."""
 
 
 @pytest.mark.parametrize("given", [3, None, torch.optim.SGD, Function, waits, torch.ones(2)])

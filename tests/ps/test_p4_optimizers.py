@@ -49,7 +49,7 @@ CASES: dict[str, tuple[OptimizerRule, Callable[..., Any]]] = {
     case: (SHORT.get(kind, partial(optimizer, kind))(**settings), partial(kind, **settings))
     for case, (kind, settings) in SETTINGS.items()
 }
-"""The rule, and what makes torch's optimizer, which computes as torch does when it is told nothing."""
+"""The rule, and the constructor of torch's optimizer with torch's default implementation."""
 
 
 def draw(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,7 +78,7 @@ class Served:
 
 
 def torchs(make: Callable[[Any], Optimizer], start: Tensor) -> tuple[Tensor, Optimizer, Callable[[Tensor], None]]:
-    """Return a parameter, its optimizer, and what does a step of it."""
+    """Return a parameter, its optimizer, and a function that makes a step."""
     parameter = torch.nn.Parameter(start.clone())
     own = make([parameter])
 
@@ -384,7 +384,7 @@ def test_p4_a_shard_of_other_memory_and_one_made_in_inference_mode() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_p4_any_mode_of_the_thread_will_do(case: str) -> None:
-    """State made and steps done in inference mode go on outside of it, and without gradients switched off too."""
+    """State and steps from inference mode also work outside of it, with or without gradients switched off."""
     rule, make = CASES[case]
     start = draw(20, 0)
     shard = start.clone()

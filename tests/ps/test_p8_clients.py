@@ -141,7 +141,7 @@ async def test_p8_downpour_pushes_and_pulls_at_its_steps_and_loses_nothing(trial
         expected = [("push", ["w"], "add")] * (step % 2 == 0) + [("pull", ["w"], None)] * (step % 3 == 0)
         assert trial.ps.log[before:] == expected
         torch.testing.assert_close(trial.centre, c + pushed)
-        if step % 3 == 0:  # the centre, and what it lacks
+        if step % 3 == 0:  # the centre, and the updates not yet pushed
             torch.testing.assert_close(trial.w.detach(), trial.centre + unpushed)
         if step % 6 == 0:
             assert torch.equal(trial.w.detach(), trial.centre)

@@ -18,7 +18,7 @@ async def within(what: Awaitable[None]) -> None:
 
 
 async def turns() -> None:
-    """Let all that can go on do so."""
+    """Let every runnable task continue."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -123,7 +123,7 @@ async def test_p8_a_cancelled_step_takes_up_its_pull_when_it_is_made_again(trial
 
 @pytest.mark.parametrize("ticks", range(12))
 async def test_p8_a_cancelled_step_of_downpour_loses_no_update(trial: Any, ticks: int) -> None:
-    """What it had brought was measured on the compute thread, and never pushed."""
+    """The compute thread measured the step's update, but the client has not pushed it."""
 
     async def later(fn: Callable[[], None]) -> None:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""P8: training clients with any optimizer and parameters of any kind; and what they refuse."""
+"""P8: training clients with any optimizer and parameters of any kind; arguments that they refuse."""
 
 import asyncio
 import copy
@@ -105,7 +105,7 @@ async def test_p8_computing_can_be_left_to_another_thread(trial: Any, new_trial:
         await other.step(plain)
     assert torch.equal(trial.w, other.w)
     assert torch.equal(trial.centre, other.centre)
-    assert len(asked) == 4 + 2  # each step, and what an exchange moves
+    assert len(asked) == 4 + 2  # one for each step, and those of an exchange
 
 
 async def test_p8_keys_are_the_parameters_themselves_unless_they_have_names(memory: Any) -> None:

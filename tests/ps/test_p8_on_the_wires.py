@@ -1,4 +1,4 @@
-"""P8: EASGD that talks seldom, on the real server, with what its counters and the wires say of the traffic."""
+"""P8: EASGD with few exchanges, on the real server, with the traffic by its counters and on the wires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKERS, STEPS, SELDOM = 4, 384, 64
 
 class Found(NamedTuple):
     loss: float
-    """Of the centre, on samples that nobody has trained on."""
+    """Loss of the centre, on samples that no worker has trained on."""
     before: float
     tensors: int
     """Bytes that all workers pushed and pulled."""
@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 async def trained(coll: Communicator, task: Task, tau: int) -> Found:
-    """Train four workers at their own speeds, beside a server of its own; return the same on all ranks."""
+    """Train four workers at their own speeds, with a dedicated server; return the same on all ranks."""
     net = task.model()
     async with ParameterServer(coll, net, servers=1) as ps:
         before, loss = ps.statistics(), task.test_loss(net)
@@ -66,7 +66,7 @@ async def test_p8_easgd_at_tau_64_costs_64_times_less_traffic_and_no_loss(coll: 
     parameters = sum(p.nbytes for p in task.model().parameters())
     assert seldom.loss <= 1.05 * often.loss, (often, seldom)
     assert seldom.loss < 0.5 * seldom.before, "it has learnt something"
-    once = WORKERS * parameters  # beside its exchanges each client reads the centre once
+    once = WORKERS * parameters  # in addition to its exchanges each client reads the centre once
     assert often.tensors - once == WORKERS * STEPS * 2 * parameters
     assert often.tensors - once == SELDOM * (seldom.tensors - once)
     assert often.sent > 0.9 * SELDOM * (seldom.sent - once), "what is said besides is little"
