@@ -28,7 +28,7 @@ DRIVERS: dict[str, tuple[Make, int]] = {
     "sharded": (lambda net: ShardedOptimizer.create(net, sgd), 0),
     "local": (lambda net: LocalSGD.create(net, sgd(net.parameters()), every=2), 3),
 }
-"""Each with the greatest number of steps that it may take until all know."""
+"""Each driver with the most steps that may pass until all ranks know."""
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -139,7 +139,7 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
 
 @pytest.mark.ranks(2)
 async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> None:
-    """On all ranks, and nothing is shared."""
+    """All ranks raise, and no state is shared."""
     net, opt = await Trial.made(coll, "momentum")
     net.configure(scheduler=CosineAnnealingLR(opt, 9) if coll.rank else None)
 
@@ -244,7 +244,7 @@ async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -
 
 @pytest.mark.ranks(3)
 async def test_n11_a_rank_that_made_no_step_knows_of_no_optimizer(coll: Communicator) -> None:
-    """All ranks raise, also the one with an optimizer, and nothing is shared; with the optimizer given all is well."""
+    """All ranks raise, also those with an optimizer, and no state is shared; `net.join(opt)` works."""
     net, opt = await Trial.made(coll, "momentum")
 
     async def train(*given: torch.optim.Optimizer) -> None:
@@ -357,7 +357,7 @@ async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where:
 
 
 def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() -> None:
-    """It has left with the error of that rank, whose program ended by it."""
+    """The rank left the block with the error of the failed rank, whose program has ended."""
     heard = asyncio.Event()
 
     async def program(rank: int) -> None:

@@ -396,7 +396,7 @@ async def test_n12_unbiased_codecs_keep_no_residual_unless_asked(coll: Communica
 
 @pytest.mark.ranks(2)
 async def test_n12_residuals_follow_the_scale_of_a_scaler(coll: Communicator) -> None:
-    """It doubles with each step, which is exact: parameters are those of training without it, to the bit."""
+    """The scale doubles with each step, which is exact: parameters equal those without a scaler bit for bit."""
     found = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)):
         module = Trial.Mlp()

@@ -90,7 +90,7 @@ async def test_n13_training_is_that_of_the_joined_batch(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("weights", [16, 32])
 async def test_n13_inputs_of_16_bits(coll: Communicator, dtype: torch.dtype, weights: int) -> None:
-    """With weights and statistics of as many bits, or of 32."""
+    """Weights and statistics have 16 or 32 bits."""
     own = await coll.dup(thread=True)
     mine: Any = SyncBatchNorm.convert(given("plain").to(dtype if weights == 16 else torch.float32), own)
     alone = given("plain")
@@ -111,7 +111,7 @@ async def test_n13_inputs_of_16_bits(coll: Communicator, dtype: torch.dtype, wei
 
 @pytest.mark.ranks(2)
 async def test_n13_one_that_comes_twice_is_replaced_twice(coll: Communicator) -> None:
-    """In one container; both places have its parameters and its statistics."""
+    """A layer occurs twice in one container: both places share its parameters and its statistics."""
     own = await coll.dup(thread=True)
     layer = nn.BatchNorm1d(CHANNELS)
     module: Any = SyncBatchNorm.convert(nn.Sequential(layer, nn.Tanh(), layer), own)

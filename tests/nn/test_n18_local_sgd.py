@@ -90,7 +90,7 @@ async def test_n18_on_processes(coll: Communicator) -> None:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 async def test_n18_one_exchange_moves_the_centre_by_alpha_times_the_sum(coll: Communicator) -> None:
-    """With numbers that are exact in float64."""
+    """The numbers are exact in float64."""
     module = nn.Linear(3, 2, bias=False).double()
     nn.init.constant_(module.weight, 4.0)
     net = await DataParallel.create(module, coll)
@@ -110,7 +110,7 @@ async def test_n18_one_exchange_moves_the_centre_by_alpha_times_the_sum(coll: Co
 @each_rule
 @each_overlap
 async def test_n18_complex_parameters_are_averaged(coll: Communicator, rule: str, overlap: bool) -> None:
-    """They train as their real and imaginary parts do."""
+    """Complex parameters train like their real and imaginary parts."""
 
     class Planes(nn.Module):
         def __init__(self, *, whole: bool) -> None:
@@ -140,7 +140,7 @@ async def test_n18_complex_parameters_are_averaged(coll: Communicator, rule: str
 
 @pytest.mark.ranks(2, 3)
 async def test_n18_a_sum_of_gradients_is_a_mean_of_parameters(coll: Communicator) -> None:
-    """Also where ordinary steps came before, whose gradients were summed."""
+    """Plain steps with summed gradients come first; then LocalSGD takes the mean of parameters."""
     net = await DataParallel.create(Trial.Mlp(), coll, op="sum", **Trial.FEW)
     local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=EVERY, start=2)
     await Trial.train(net, local, range(2), coll.rank)
@@ -290,7 +290,7 @@ async def test_n18_a_backward_of_the_net_comes_behind_an_average(coll: Communica
 @each_rule
 @each_overlap
 async def test_n18_a_forward_that_raises_is_its_ranks_own_affair(coll: Communicator, rule: str, overlap: bool) -> None:
-    """In the middle of a period, and at its end; the others hear nothing, and averages are made."""
+    """A forward raises in the middle of a period, and at its end: the other ranks continue, and averages are made."""
     net, opt = await Trial.made(coll, **Trial.FEW)
     local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
     alone = Alone(coll.size, "sgd", rule, overlap=overlap)

@@ -46,7 +46,7 @@ async def test_n18_sparse_gradients_stay_on_their_rank(coll: Communicator) -> No
 
 @pytest.mark.ranks(2)
 async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicator) -> None:
-    """Clipping, three closures a step, and a scaler that leaves out a step of rank 1; schedulers step all the same."""
+    """Clipping, three closures a step, and a scaler that skips a step of rank 1; schedulers step in any case."""
 
     def part(module: Any, rank: int, step: int) -> Tensor:
         x, y = Trial.batch(rank, step, torch.float32)

@@ -85,7 +85,7 @@ async def test_n19_a_setting_that_is_none_is_named(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n19_avg_is_the_mean(coll: Communicator) -> None:
-    """In each call that takes `op=` of gradients."""
+    """Each call with `op=` for gradients takes "avg"."""
     found = []
     ops: tuple[SumOrMean, ...] = ("avg", "mean", "sum")
     for op in ops:

@@ -105,7 +105,7 @@ async def test_n19_hyperparameters_that_differ(coll: Communicator, what: str) ->
 @on_ranks
 @pytest.mark.parametrize("way", ["step", "own", "changed"])
 async def test_n19_rates_that_come_to_differ(coll: Communicator, way: str) -> None:
-    """By a scheduler, or by hand, in the step for which they do; where the program steps by itself at its backward."""
+    """A scheduler or the program changes the rate: that step raises, or `net.backward` if the program steps itself."""
     net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1)
     schedule = StepLR(opt, 2 if coll.rank == 1 else 1, gamma=0.5)

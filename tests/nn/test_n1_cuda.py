@@ -1,4 +1,4 @@
-"""N1, N2, N10 on CUDA devices: parameters, buffers and gradients of a whole module, right at once on any stream."""
+"""N1, N2, N10 on CUDA devices: parameters, buffers and gradients of a whole module, correct on any stream."""
 
 from __future__ import annotations
 

@@ -431,7 +431,7 @@ async def test_n2_none_is_zeros_where_another_rank_has_one(coll: Communicator) -
 
 @pytest.mark.ranks(2)
 async def test_n2_gradients_that_lie_unlike_their_parameter(coll: Communicator) -> None:
-    """On one rank alone, so that the ranks must not send memory as it lies."""
+    """One rank alone has gradients with other strides, so the ranks must not send memory as it is."""
     for n in (3, LARGE):
         kinds: list[Callable[[Tensor], Tensor]] = [
             lambda g: g.t().contiguous().t(),

@@ -119,7 +119,7 @@ async def test_n3_a_backward_outside_is_told_for_every_part(
 @pytest.mark.ranks(2)
 @each_size
 async def test_n3_what_is_frozen_does_not_hide_a_backward_outside(coll: Communicator, sizes: dict[str, Any]) -> None:
-    """The one that tells is trained now: at the last step, and where the net was called since."""
+    """A trained parameter reports the backward, whichever is trained, after a step or a call of the net."""
     net = await DataParallel.create(Model(), coll, **sizes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     model: Any = net.module
@@ -224,7 +224,7 @@ async def test_n3_a_module_of_many_parameters(coll: Communicator, how: str) -> N
 
 @pytest.mark.ranks(2)
 async def test_n3_a_generator_and_its_discriminator(coll: Communicator) -> None:
-    """The generator's backward runs through the other net: told, with both remedies; each of them works."""
+    """The generator's backward runs through the other net: the error names two remedies, and each of them works."""
     torch.manual_seed(1)
     nets = [await DataParallel.create(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), coll) for _ in range(2)]
     maker, judge = nets
@@ -296,13 +296,13 @@ async def test_n3_a_backward_on_the_loop_beside_a_step(coll: Communicator, sizes
 
 @pytest.mark.ranks(2)
 async def test_n3_few_hooks_fire(coll: Communicator) -> None:
-    """At most four of each module and one of each bucket, once the order is known, however many there are."""
+    """At most four hooks of each module and one of each bucket fire after the order is known."""
     net = await DataParallel.create(nn.Sequential(*[Bent(10) for _ in range(10)], nn.Linear(6, 3)), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         x, y = Trial.batch(coll.rank, step, torch.float32)
         await net.step(lambda x, y: nn.functional.mse_loss(net(x), y), opt, x, y)
     hooked = [p for p in net.parameters() if p._post_accumulate_grad_hooks]
-    assert len(hooked) in (42, 43)  # one that tells for a bucket may be one of the four
+    assert len(hooked) in (42, 43)  # the hook of a bucket may be one of the four
     await net.aclose()
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())

@@ -251,7 +251,7 @@ async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2))
 def test_n3_a_rank_that_is_cancelled_while_a_net_is_made(seed: int) -> None:
-    """The others hear of it, also those that have a communicator for it that the cancelled rank lacks."""
+    """The other ranks raise, even if they have a communicator that the cancelled rank has not made yet."""
 
     async def program(ticks: int) -> tuple[str, float]:
         async with aiodist.init() as coll:

@@ -208,7 +208,7 @@ async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda
 
 @pytest.mark.ranks(2)
 async def test_n3_cuda_under_any_delays(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
-    """Layers are used and left out as chance has it, another set on each rank; streams are late in turn."""
+    """Each rank uses a random set of layers; streams are late in turns."""
     chance = random.Random(3)
     alone = nn.ModuleList([nn.Linear(6, 6).double() for _ in range(5)])
     module = copy.deepcopy(alone).to(coll.device)

@@ -1,4 +1,4 @@
-"""N3: what one rank raises is raised there, told to the others, changes no parameter, and the next step works."""
+"""N3: an error on one rank is raised there, reported to the others, changes no parameter; the next step works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.nn.conftest import Trial
 
 
 class Stop(BaseException):
-    """As KeyboardInterrupt is one."""
+    """A BaseException, like KeyboardInterrupt."""
 
 
 class Broken(torch.autograd.Function):
@@ -258,7 +258,7 @@ async def test_n3_arguments_of_a_wrong_kind(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n3_the_message_of_a_group_is_that_of_its_first_exception(coll: Communicator) -> None:
-    """Also where one group holds another, or an exception came of a group."""
+    """Groups may be nested, and a group may be the cause of another exception."""
     net, opt = await Trial.made(coll)
 
     def forward(kind: str) -> Tensor:
@@ -282,7 +282,7 @@ async def test_n3_the_message_of_a_group_is_that_of_its_first_exception(coll: Co
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("at", range(1, 10))
 def test_n3_ranks_hear_of_one_whose_operation_fails(size: int, at: int) -> None:
-    """In any of those that make the net, and of two steps: none waits for it until a deadline."""
+    """Any operation fails while the net is made or in two steps: no rank waits for it until a deadline."""
 
     async def main() -> BaseException | None:
         try:

@@ -143,7 +143,7 @@ async def test_n3_what_does_not_train_may_be_there(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n14_a_criterion_may_have_parameters_that_are_frozen(coll: Communicator) -> None:
-    """As a loss of the features of another network."""
+    """An example is a loss on the features of another network."""
 
     class Features(torch.nn.Linear):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]

@@ -280,7 +280,7 @@ async def test_n3_what_thaws_may_belong_to_another_net(coll: Communicator) -> No
 @pytest.mark.parametrize("where", ["before it freezes", "after it froze"])
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_a_rank_fails_where_the_others_freeze(coll: Communicator, where: str, pipelined: bool) -> None:
-    """It tells why; the others get that, and the next step works."""
+    """The rank raises its error, the others a RemoteError with the cause; the next step works."""
     net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
     await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
 

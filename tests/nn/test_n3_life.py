@@ -135,7 +135,7 @@ def test_n3_the_world_closes_what_was_left_open() -> None:
 
 @pytest.mark.parametrize("when", ["idle", "in a step", "in backward", "the others' step"])
 def test_n3_a_program_that_fails_ends(when: str) -> None:
-    """With a net open, in any state of it; what is not closed would warn, and warnings are errors here."""
+    """A program fails with a net open, in any state; an unclosed resource would warn, and warnings are errors here."""
 
     async def main() -> None:
         async with aiodist.init() as coll:

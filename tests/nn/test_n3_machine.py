@@ -296,7 +296,7 @@ class Walk(RuleBasedStateMachine):
         calm=st.booleans(),
     )
     def set_up(self, size: int, loads: list[Load], window: int | None, eager: bool, calm: bool) -> None:
-        """With `eager` leave is there at once; where there is a `window` the order may change when backward ends."""
+        """With `eager`, permits are granted immediately; with a `window`, the order may change when backward ends."""
         self.loads, self.window, self.eager, self.calm = loads, window, eager, calm
         self.kinds: list[str] = []
         self.whole = True
@@ -379,7 +379,7 @@ class Walk(RuleBasedStateMachine):
         error=st.sampled_from(ERRORS),
     )
     def go_wrong(self, pick: int, what: str, error: Exception) -> None:
-        """There is no memory for zeros, a reduction cannot be issued, or a communicator is lost: seldom."""
+        """Rarely, memory for zeros runs out, a reduction cannot be issued, or a communicator is lost."""
         self.whole = self.whole and not what
         if what == "memory":
             for rank, this in self.backward()[:1]:

@@ -97,7 +97,7 @@ async def test_n3_an_optimizer_that_raises_on_one_rank(coll: Communicator, sizes
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["step", "run", "pipelined", "plain", "between"])
 async def test_n3_an_optimizer_that_raises_on_all_ranks(coll: Communicator, way: str) -> None:
-    """They are alike: the next step works."""
+    """The ranks stay equal, so the next step works."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     kind = failing(False)
     opt: Any = (
@@ -153,7 +153,7 @@ async def test_n3_a_state_that_one_rank_loads_before_the_first_step(coll: Commun
 
 @pytest.mark.ranks(2)
 async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator) -> None:
-    """It does not count as loaded there."""
+    """The state does not count as loaded on the rank that failed."""
     net, opt = await Trial.made(coll)
     await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     state = Trial.Mlp().state_dict()

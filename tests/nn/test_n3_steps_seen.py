@@ -111,7 +111,7 @@ async def test_n3_several_backwards_for_a_step(coll: Communicator) -> None:
 @on_ranks
 @pytest.mark.parametrize("way", ["plain", "run", "step"])
 async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, way: str) -> None:
-    """As GradScaler does, on all where one has overflowed: what is reduced is the same on all."""
+    """All ranks skip a step after an overflow on one, like GradScaler: the reduced gradients are the same on all."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     class Scaled(SGD):
@@ -139,7 +139,7 @@ async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, way: str) -> No
 
 @on_ranks
 async def test_n3_ways_to_step_that_differ(coll: Communicator) -> None:
-    """One rank lets the compute thread do it, another calls it, a third has a closure: each has made it."""
+    """One rank steps on the compute thread, another calls `step`, a third passes a closure: each counts as a step."""
     async with trained(coll) as net:
         opt = SGD(net.parameters(), lr=0.1)
         for step in range(4):

@@ -64,7 +64,7 @@ def test_p8_an_optimizer_of_other_parameters_is_refused(kind: Any) -> None:
 
 
 class Copies(torch.optim.SGD):
-    """One whose step goes by way of copies."""
+    """An optimizer that steps copies of the parameters."""
 
     def __init__(self, params: Any, lr: float) -> None:
         self.given = list(params)

@@ -211,7 +211,7 @@ def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
 async def test_n5_unused_shared_and_frozen_parameters(
     coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any], optimizer: str
 ) -> None:
-    """Adam and weight decay tell a gradient of zeros from none."""
+    """Adam and weight decay distinguish a gradient of zeros from None."""
     module = Parts()
     net = await DataParallel.create(module, coll, op=op, **sizes)
     never = [p.detach().clone() for p in module.never.parameters()]

@@ -159,7 +159,7 @@ async def test_n5_what_cannot_be_wrapped(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n5_frozen_on_one_rank_only(coll: Communicator) -> None:
-    """The ranks would deal different buckets: told at once, with the name."""
+    """The ranks would make different buckets: creating the net raises, with the parameter's name."""
     module = Trial.Mlp()
     module[2].weight.requires_grad_(coll.rank == 0)
     with pytest.raises(aiodist.MismatchError, match=r"2\.weight"):
@@ -207,7 +207,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("change", CHANGES)
 async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, change: str) -> None:
-    """Else each rank trains its own."""
+    """Without the error each rank would train its own values."""
     sgd = Trial.OPTIMIZERS["sgd"]
     drivers: list[Any] = [
         lambda net: sgd(net.parameters()),
@@ -240,7 +240,7 @@ async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, ch
 
 @pytest.mark.ranks(2)
 async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator) -> None:
-    """All ranks raise, and continue once they are gone. Frozen ones, another net's and a new name of one do no harm."""
+    """All ranks raise until the parameters are gone. Frozen ones, another net's, and a second name for one are fine."""
     net = await trained(coll)
     other = await DataParallel.create(Trial.Mlp(), coll)
     net.module[0].other = other.module
@@ -259,7 +259,7 @@ async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator) -> 
 
 @pytest.mark.ranks(3)
 async def test_n5_a_module_that_local_ranks_share_is_refused(coll: Communicator) -> None:
-    """As one that a fixture of pytest returns, which is one object for all ranks that are threads of a process."""
+    """A pytest fixture returns such a module: one object for all ranks that are threads of a process."""
     given = await coll.allgather_object(id(_SHARED))
     assert len(set(given)) == 1
     text = r"ranks 0 and 1 have given the same module object: .*`copy\.deepcopy\(module\)"

@@ -45,7 +45,7 @@ def loss_on(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.ranks(2)
 async def test_n5_grad_scaler(coll: Communicator) -> None:
-    """A step whose gradients overflow on one rank is left out on all."""
+    """All ranks skip a step if its gradients overflow on one rank."""
     net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **Trial.FEW)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for step in range(6):
@@ -189,7 +189,7 @@ async def test_n5_custom_autograd_functions(coll: Communicator) -> None:
 
 @pytest.fixture
 def anomaly_mode() -> Iterator[None]:
-    """It is the process's, whose ranks all are: a block of each rank would leave it on."""
+    """Anomaly mode belongs to the process, with all ranks in it: one block per rank would leave the mode on."""
     with torch.autograd.detect_anomaly():
         yield
 
@@ -286,7 +286,7 @@ class Normed(nn.Sequential):
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 async def test_n5_batch_norm(coll: Communicator) -> None:
-    """Each rank has statistics of its own; before a checkpoint the root's, or their mean, is given to all."""
+    """Each rank has statistics of its own; before a checkpoint all ranks get the root's, or the mean."""
     net = await DataParallel.create(Normed(), coll, **Trial.FEW)
     opt = Trial.OPTIMIZERS["momentum"](net.parameters())
     # One process with a set of statistics for each rank.

@@ -67,7 +67,7 @@ async def write(path: Path, module: nn.Module) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n6_all_goes_on_with_a_limit_of_one_byte(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
-    """Training, prefetch and a writer of files at once."""
+    """Training, prefetch and a writer of files run concurrently."""
     await _all_at_once(coll, pipelined, tmp_path)
 
 

@@ -89,7 +89,7 @@ async def test_n8_unused_parameters(coll: Communicator) -> None:
 async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
     coll: Communicator, sizes: dict[str, Any]
 ) -> None:
-    """It is forgotten, and does not come back; or another one is put in its place."""
+    """The user deletes a gradient, and it does not come back; or the user puts another in its place."""
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     for step in range(6):
         expected = dict(expected_of(coll.size, step).named_parameters())

@@ -117,7 +117,7 @@ async def test_p15_sparse_adam_beside_adam(coll: Communicator) -> None:
 async def test_p15_rows_of_16_bits_are_summed_in_32(
     coll: Communicator, dtype: torch.dtype, sizes: tuple[float, ...]
 ) -> None:
-    """As dense gradients are: a mean is finite where the sum does not fit, and is rounded once."""
+    """Rows are summed like dense gradients: a mean is finite even if the sum overflows, and is rounded once."""
     module = nn.Embedding(4, 2, sparse=True).to(dtype)
     net = await DataParallel.create(module, coll)
     await net.backward((net(torch.tensor([1])).double() * sizes[coll.rank]).sum())
@@ -131,7 +131,7 @@ async def test_p15_rows_of_16_bits_are_summed_in_32(
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("synced", [False, True])
 async def test_p15_rows_add_up(coll: Communicator, op: Literal["mean", "sum"], synced: bool) -> None:
-    """In `no_sync` on each rank, and, where every backward is reduced, those of all ranks."""
+    """Rows add up on each rank in `no_sync`; otherwise the reduced rows of all ranks add up."""
     net = await DataParallel.create(Words(), coll, op=op)
     opt = sgd(net.parameters())
     for step in range(6):

@@ -163,7 +163,7 @@ async def test_w1_collectives_of_layers_are_told_with_the_line_of_their_forward(
 
 @pytest.mark.ranks(2, backend=("local", "shm"))
 async def test_w1_collectives_of_autograd_are_told_with_the_line_of_their_forward(coll: Communicator) -> None:
-    """In backward of backward too."""
+    """The line also names collectives in a backward of backward."""
     own = await coll.dup(thread=True)
     log = parts_of(own).dispatcher.oplog
     x = torch.rand(4, requires_grad=True)

@@ -54,7 +54,7 @@ CASES = {
 }
 
 Log = dict[int, tuple[int, list[int]]]
-"""By generation: behind how many steps it begins, and which process is which rank."""
+"""Number of steps before each generation, and its processes in order of rank."""
 
 
 async def train(number: int, case: Case, log: Log) -> Any:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(100)
 
 
 class Done(Exception):
-    """All went as it should."""
+    """The program ended as expected."""
 
 
 def optimizers(kind: str, module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -380,7 +380,7 @@ async def sometimes_failing(
 
 @pytest.mark.parametrize("failing", [[0], [0, 1]])
 def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[int]) -> None:
-    """One of its optimizers has changed a parameter when it raises, and the others have stepped."""
+    """One inner optimizer raises after it has changed a parameter; the others have stepped."""
 
     async def main(number: int) -> Any:
         async with aiodist.init(elastic=True) as coll:

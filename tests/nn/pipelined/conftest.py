@@ -24,7 +24,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Held:
-    """The reductions of a net: made at once, and told of when the test says so."""
+    """The reductions of a net: made immediately, and reported when the test releases them."""
 
     def __init__(self, net: DataParallel, holding: Callable[[Tensor], bool] = lambda t: True) -> None:
         self.holding = holding

@@ -171,7 +171,7 @@ async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator) -> None:
-    """None of them is made, nor tried again: the rank is a step behind, until all have loaded the same."""
+    """No update is made or retried: the rank is one step late until all ranks have loaded the same state."""
 
     class Fragile(torch.amp.GradScaler):
         def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

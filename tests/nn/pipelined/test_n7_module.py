@@ -53,7 +53,7 @@ async def test_n7_flush_any_time(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n7_gradients_from_before_do_not_count(coll: Communicator) -> None:
-    """As in any step: it refuses to drop them."""
+    """The step refuses to drop gradients, like any `net.step`."""
     net = await Course.split(Course.mlp(), coll, 100)
     opt = await PipelinedOptimizer.create(net, Course.sgd)
     for step in range(3):

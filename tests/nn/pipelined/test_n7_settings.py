@@ -87,7 +87,7 @@ async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicat
 
 
 class Learns(torch.optim.SGD):
-    """It sets its own learning rate, and counts steps in an attribute."""
+    """An optimizer that sets its own learning rate, and counts its steps in an attribute."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.05)

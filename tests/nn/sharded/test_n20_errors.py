@@ -139,7 +139,7 @@ async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator) -> Non
 
 
 class Gate(nn.Module):
-    """The identity; it tells that it ran, and waits."""
+    """The identity; sets an event when it runs, and waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ async def train(net: DataParallel, opt: ShardedOptimizer, steps: range) -> None:
 
 
 class Alike:
-    """It equals a state of the same kinds, dtypes and shapes, with the same values to rounding, or `exact`."""
+    """Equal to a state of the same types, dtypes and shapes, with the same values up to rounding, or `exact` ones."""
 
     def __init__(self, expected: Any, *, exact: bool = False) -> None:
         self.expected = expected
@@ -221,7 +221,7 @@ async def test_n20_state_of_the_own_shard(coll: Communicator) -> None:
 
 
 class Rows(torch.optim.SGD):
-    """It keeps something that is neither as long as its tensor nor a number."""
+    """An optimizer whose state has a tensor that is neither a number nor of its parameter's length."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
