@@ -65,7 +65,10 @@ class Terms:
 
 
 class Send(NamedTuple):
-    """Send a bucket, after all buckets that were sent before; next are `queued`, `reduced`, `failed` or `unsent`."""
+    """Send a bucket, after all buckets that were sent before; next are `queued`, `reduced`, `failed` or `unsent`.
+
+    `unsent` must be handled before another bucket is sent, which the ranks would take for this one.
+    """
 
     bucket: int
 

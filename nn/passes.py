@@ -272,8 +272,7 @@ class Pass:
                 if not self._events:
                     await kernel.transfers([(self._wait_event,)])
                 event, args = self._events.popleft()
-                for action in event(*args):
-                    self._carry_out(action)
+                self._react(event, *args)
             self._succeed()
             await self._conclude(self)
         except Exception as error:  # noqa: BLE001  - a fault of ours: no rank may wait for this pass
@@ -284,6 +283,11 @@ class Pass:
     def _wait_event(self, done: Done) -> None:
         """Call `done` when there is an event."""
         self._wake = done
+
+    def _react(self, event: Callable[..., list[Action]], *args: Any) -> None:
+        """Carry out the actions of an event, which may come while those of another event are carried out."""
+        for action in event(*args):
+            self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
         consensus, machine = self._consensus, self.machine
@@ -326,7 +330,8 @@ class Pass:
         except Exception as error:  # noqa: BLE001  - the machine ends the pass
             if permit is not None:
                 permit.release()
-            self._receive(machine.unsent, index, error)
+            self._react(machine.unsent, index, error)  # now: the next bucket must not be sent in the place of this one
+            self._receive(list)  # no action: the program looks if the pass has ended
             return
         self.times.began.setdefault(index, perf_counter())
         if bucket.on_device:

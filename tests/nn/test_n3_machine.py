@@ -129,13 +129,17 @@ class Pass:
         self._handles = True
         while self._events:
             event, args = self._events.popleft()
-            for action in event(*args):
-                self.carry_out(action)
-            if self.phase is Phase.OVER and not self.ended:
-                assert self.closed
-                assert self.answers == 0
-                self.ended = True
+            self.handle_now(event, *args)
         self._handles = False
+
+    def handle_now(self, event: Callable[..., list[Action]], *args: Any) -> None:
+        """Handle an event within others, as `Pass` does with a bucket that cannot be sent."""
+        for action in event(*args):
+            self.carry_out(action)
+        if self.phase is Phase.OVER and not self.ended:
+            assert self.closed
+            assert self.answers == 0
+            self.ended = True
 
     def carry_out(self, action: Action) -> None:
         assert not self.ended
@@ -266,7 +270,7 @@ class Rank:
         error, self.trouble = self.walk.data.lost or self.trouble, None
         if error is not None:
             this.answers -= 1
-            this.handle(this.machine.unsent, index, error)
+            this.handle_now(this.machine.unsent, index, error)
             return True
 
         def come(error: Exception | None, payloads: list[Any]) -> None:
