@@ -402,6 +402,10 @@ class DataParallel(MadeTogether, ModuleLike):
         Integers and bools are those of `root` also in a mean. Raises `ValueError` for another `how` than "root" or
         "mean", and for another `root` than a rank.
 
+        ```python
+        await net.synchronize_buffers(how="mean")
+        ```
+
         Cost: one broadcast of all buffers; for a mean, an allreduce.
         """
         self._binding.check()

@@ -79,9 +79,14 @@ class ModuleLike:
         """Return the state dict of the module, with the names of the plain module.
 
         As in torch it holds the parameters themselves, also this rank's `per_rank` ones, and later steps change them.
-        `await net.submit(lambda: copy.deepcopy(net.state_dict()))` returns a copy between two steps, and `aiodist.save`
-        saves a checkpoint in the background. Raises `RuntimeError` while updates are pending: `await opt.flush()`
-        first.
+        `aiodist.save` saves a checkpoint in the background. Raises `RuntimeError` while updates are pending: `await
+        opt.flush()` first.
+
+        ```python
+        import copy
+
+        state = await net.submit(lambda: copy.deepcopy(net.state_dict()))  # a copy between two steps
+        ```
         """
         self._binding.check_updated()
         return self.module.state_dict()
@@ -97,8 +102,12 @@ class ModuleLike:
             strict: Raise `RuntimeError` if names are missing or unknown, as in torch.
 
         Raises:
-            RuntimeError: While updates are pending, or a step or backward is in flight. `await
-                net.submit(net.load_state_dict, state)` loads after them.
+            RuntimeError: While updates are pending, or a step or backward is in flight.
+
+        ```python
+        state = torch.nn.Linear(8, 1).state_dict()
+        await net.submit(net.load_state_dict, state)  # after all steps in flight
+        ```
 
         """
         self._binding.check_loads()

@@ -228,7 +228,7 @@ def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
     loan, said = pair.say(t)
     for like in (torch.ones(4), torch.ones(3).double()):
         hearing = Loan(pair.borrower, like)
-        with pytest.raises(MismatchError, match="rank 0 has 3 float32, expected"):
+        with pytest.raises(MismatchError, match="rank 0: 3 float32; expected"):
             hearing.receive(0, said, like.numel())
         hearing.end()
     loan.end()

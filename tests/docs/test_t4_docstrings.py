@@ -42,12 +42,10 @@ from aiodist.ps import Adagrad
 ps = await stack.enter_async_context(aiodist.ParameterServer(coll))
 loader = [(torch.randint(0, 99, (4, 8)), torch.randn(4, 2))] * 2
 """
-NET_METHODS = tuple(
-    f"DataParallel.{name}"
-    for name in (
-        *("state_dict", "load_state_dict", "configure", "step", "submit", "backward", "backward_iter", "no_sync"),
-        *("join", "synchronize_buffers"),
-    )
+NET_METHODS = (
+    *("ModuleLike.state_dict", "ModuleLike.load_state_dict"),
+    *(f"DataParallel.{name}" for name in ("configure", "step", "submit", "backward", "backward_iter", "no_sync")),
+    *("DataParallel.join", "DataParallel.synchronize_buffers"),
 )
 BEFORE = {
     **dict.fromkeys(("Communicator", "Communicator.dup", "Communicator.group", "Communicator.split"), ""),
