@@ -1,6 +1,6 @@
 """Threads of aiodist: threads with a queue of jobs, threads without code of the program, and the waits of all threads.
 
-docs/design/streams.md lists all threads. A registry has the waits, so no thread must read the frames of another one.
+docs/design.md lists the threads. A registry has the waits, so no thread must read the frames of another one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from aiodist.collectives.metadata import as_bytes, as_tensor
@@ -16,6 +16,7 @@ from aiodist.world.tracebacks import cause_in, folded
 
 _MISSING = "missing"
 _TEXT_LENGTH = 200
+"""Characters of a value in the text of an error, from shortly before the first difference."""
 
 
 async def agree(
@@ -33,7 +34,7 @@ async def agree(
         error: The error of this rank, or None. `fact` and `same` do not count with an error.
 
     Raises:
-        Exception: `error`, on its rank.
+        Exception: `error`, on its rank; `TypeError` or `ValueError` if `fact` or `same` is no value of JSON.
         RemoteError: On the other ranks, with the traceback of the first rank that failed.
         MismatchError: On all ranks, if `same` differs; the text has the first difference, with the value of each rank.
         PeerLost: If a rank is lost; the cause is `error`, which may follow from the loss.
@@ -41,7 +42,13 @@ async def agree(
     Cost: an allgather of the facts as JSON, with a hash of `same`. Only a difference costs an allgather of `same`.
     """
     rank, comm = (None, None) if coll is None else (coll.rank, coll.name)
-    digest = sha256(json.dumps(same, sort_keys=True).encode()).hexdigest() if error is None else ""
+    digest = ""
+    if error is None:
+        try:
+            json.dumps(fact)
+            digest = sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+        except (TypeError, ValueError) as unsuitable:  # raised below, when the other ranks know
+            error = unsuitable
     failure = None if error is None else folded(error, programs=True)
     try:
         told = await _gather(coll, [None if error else fact, digest, failure])
@@ -77,8 +84,12 @@ def _difference(values: Sequence[Any], path: str = "") -> tuple[str, list[str]] 
     """
     tables = [dict(enumerate(value)) if isinstance(value, list) else value for value in values]
     if len({type(value) for value in values}) > 1 or not isinstance(tables[0], dict):
-        texts = [repr(value) for value in values]
-        return (path, [str(value)[:_TEXT_LENGTH] for value in values]) if len(set(texts)) > 1 else None
+        if len({repr(value) for value in values}) == 1:
+            return None
+        texts = [str(value) for value in values]
+        alike = sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False)))
+        start = max(0, alike - _TEXT_LENGTH // 2)
+        return path, [("…" if start else "") + text[start : start + _TEXT_LENGTH] for text in texts]
     for key in dict.fromkeys(chain(*tables)):
         inside = [table.get(key, _MISSING) for table in tables]
         if found := _difference(inside, f"{path}/{key}" if path else str(key)):

@@ -33,6 +33,16 @@ async def test_c10_an_error_of_one_rank_is_raised_on_all(coll: Communicator) -> 
     assert await agree(coll, "a test", coll.rank) == [0, 1, 2]
 
 
+@pytest.mark.ranks(3)
+async def test_c10_a_fact_that_is_no_json_fails_on_all(coll: Communicator) -> None:
+    unsuitable: dict[str, Any] = {"same": {1}} if coll.rank == 2 else {}
+    with pytest.raises(TypeError if coll.rank == 2 else RemoteError, match="not JSON serializable"):
+        await agree(coll, "a test", **unsuitable)
+    with pytest.raises(TypeError if coll.rank == 0 else RemoteError, match="not JSON serializable"):
+        await agree(coll, "a test", object() if coll.rank == 0 else None)
+    assert await coll.allreduce(1) == 3
+
+
 async def test_c10_an_error_of_the_only_rank_is_raised() -> None:
     with pytest.raises(KeyError):
         await agree(None, "a test", error=KeyError("x"))
@@ -43,6 +53,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "missing": ([{"a": 1}, "x"], [{"a": 1}], "1 of a test: ranks 0, 2: x; rank 1: missing"),
     "key": ({"a": {"b": 1}}, {"a": {"c": 1}}, "a/b of a test: ranks 0, 2: 1; rank 1: missing"),
     "kind": ({"a": 1}, {"a": 1.0}, "a of a test: ranks 0, 2: 1; rank 1: 1.0"),
+    "long": (["x" * 500 + "a"], ["x" * 500 + "b"], "0 of a test: ranks 0, 2: …x{100}a; rank 1: …x{100}b"),
     "nesting": ({"nan": math.nan, "z": [1]}, {"nan": math.nan, "z": 1}, r"z of a test: ranks 0, 2: \[1\]; rank 1: 1"),
 }
 
