@@ -60,17 +60,17 @@ class Slot:
     block: int | None = None
     """A number of the block that it belongs to, whose gradients travel together."""
     by_rows: bool = False
-    """Its gradient is sparse, and has a bucket of its own."""
+    """True if the gradient is sparse and has a bucket of its own."""
     dtype: torch.dtype = field(init=False)
     nbytes: int = field(init=False)
     earlier: Tensor | None = None
     """The gradient that was there when the pass began; this pass's adds to it."""
     view: Tensor | None = None
-    """Where the gradient lies in the bucket, in the memory layout of the parameter."""
+    """Place of the gradient in the bucket, in the memory layout of the parameter."""
     result: Tensor | None = None
-    """What becomes `.grad` when it is reduced."""
+    """The tensor that becomes `.grad` after the reduction."""
     given: bool = False
-    """It was given to the user before the pass was over, and is the user's since."""
+    """True if the user got the gradient before the end of the pass, and owns it since."""
 
     def __post_init__(self) -> None:
         self.dtype = self.parameter.dtype
@@ -99,7 +99,7 @@ class Bucket:
         self.slots = tuple(slots)
         self._allocate = allocate
         self.unused: list[Slot] = []
-        """Those that brought nothing."""
+        """Slots without a gradient in this pass."""
         self.data: Tensor
         """What is reduced in this pass."""
         parameters = [slot.parameter for slot in slots]
@@ -190,7 +190,7 @@ class Bucket:
                 _check_dense(slot, grad)
 
     def blank(self) -> None:
-        """Have zeros reduced: this rank has nothing to bring."""
+        """Reduce zeros, since this rank has no gradients."""
         self.unused = list(self.slots)
         if any(slot.earlier is not None for slot in self.slots):
             self._flat = None  # where they may lie, and stay if no rank brings anything
@@ -206,7 +206,7 @@ class Bucket:
 
     @property
     def reduced(self) -> Tensor:
-        """What this rank has of it once it is reduced."""
+        """This rank's part of the reduced bucket."""
         return self.data
 
     def gradients(self) -> list[Tensor]:
@@ -214,7 +214,7 @@ class Bucket:
         return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
 
     def release(self) -> None:
-        """It is reduced: give back the memory of what is no result."""
+        """Release the memory of a reduced bucket that is no result."""
 
     def place(self, used: Callable[[int], object], *, empty: bool = False) -> None:
         """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it.
@@ -392,7 +392,7 @@ class CommHook:
     """Reduces the buckets of one net; on the loop, in an order that is the same on every rank."""
 
     nbytes = 0
-    """What this rank has given to collectives so far, in bytes."""
+    """Bytes that this rank has given to collectives so far."""
     comms: Sequence[Communicator] = ()
     """Communicators of its own on which it issues."""
 
@@ -401,16 +401,16 @@ class CommHook:
         raise NotImplementedError
 
     def rescale(self, scaler: GradScaler | None) -> None:
-        """A pass begins, of a loss that `scaler` has multiplied by its scale; nothing is under way."""
+        """Begin a pass of a loss that `scaler` has multiplied by its scale; no reduction is in flight."""
 
     def settle(self, bucket: Bucket) -> None:
         """Bucket is reduced on all ranks, and its gradients are given out; not called where a pass failed."""
 
     async def aclose(self) -> None:
-        """Give back what it has; nothing is under way."""
+        """Release all resources; no reduction is in flight."""
 
     def abort(self) -> None:
-        """Give it back at once: the net was given up."""
+        """Release all resources immediately: the net was aborted."""
 
 
 class Allreduce(CommHook):

@@ -1,4 +1,4 @@
-"""What runs on the compute thread of a net: forward, backward, the waiting for reductions, and the plain step."""
+"""The work of the compute thread of a net: forward, backward, waits for reductions, and the plain step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CALLS: Final = set[str]()
 
 
 def called(name: str) -> Callable[[F], F]:
-    """Decorate what runs on the thread: errors and reports tell of it by `name`, the user's call."""
+    """Decorate a function of the thread: errors and reports have `name`, the user's call."""
 
     def named(fn: F) -> F:
         _CALLS.add(name)
@@ -307,7 +307,7 @@ class Compute:
 
 
 def split_aux(returned: Any) -> tuple[Any, Any]:
-    """Return the loss and aux of what forward returned: aux is detached, and None unless it was a pair."""
+    """Return the loss and aux of forward's result; aux is detached, or None unless the result is a pair."""
     if isinstance(returned, tuple) and len(returned) == 2:
         loss, aux = returned
         return loss, detached(aux)
@@ -361,7 +361,7 @@ class Forward:
         self._several = several
         self._losses: list[Tensor] = []
         self._aux: list[Any] = []
-        """What each closure returned beside its loss, or None."""
+        """Value that each closure returned in addition to its loss, or None."""
         self._paired = False
         """A closure returned `(loss, aux)`."""
 
@@ -395,7 +395,7 @@ class Forward:
 
     @property
     def result(self) -> Any:
-        """What the step returns once forward has run: the sum of the losses, or `(loss, aux)`."""
+        """The result of the step after forward: the sum of the losses, or `(loss, aux)`."""
         first, *others = self._losses
         loss = sum(others, first)
         if not self._paired:
@@ -405,7 +405,7 @@ class Forward:
 
 @called("net.step")
 def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Any:
-    """Have `opt` step with the reduced gradients of `forward`, and return its result; on the compute thread."""
+    """Step `opt` with the reduced gradients of `forward`, and return its result; on the compute thread."""
     steps = compute.reducer.steps
 
     def prepare() -> Tensor:

@@ -1,4 +1,4 @@
-"""What the ranks of a net exchange in a step, in addition to gradients: status, accounts, averages."""
+"""The exchanges of ranks in a step in addition to gradients: status, accounts, averages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def cuda_devices(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 
 def placement(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return which tensors lie on CUDA devices, by the order in which these come first: numbers differ by rank.
+    """Return which tensors are on CUDA devices, by the order of the devices: their numbers differ by rank.
 
     >>> placement([("weight", torch.ones(3))])
     'all on the CPU'
@@ -86,7 +86,7 @@ class Devices:
                 streams.append(current)
 
     def gather(self, device: torch.device, gradients: Iterable[Tensor]) -> None:
-        """Let the current stream go on behind those on which `gradients` may have come; they are to be used on it."""
+        """Let the current stream wait for the streams that may have made `gradients`, which it uses."""
         current = torch.cuda.current_stream(device)
         others = [stream for stream in self._gradients[device] if stream != current]
         for other in others:
@@ -96,13 +96,13 @@ class Devices:
                 gradient.record_stream(current)
 
     def filled(self, device: torch.device) -> torch.cuda.Event:
-        """Return an event that is over when what the current stream has queued is: a bucket is full then."""
+        """Return an event after the queued work of the current stream, with which a bucket is full."""
         assert self._events is not None
         return self._events.record(torch.cuda.current_stream(device))
 
     @contextmanager
     def behind(self, device: torch.device, event: torch.cuda.Event) -> Iterator[torch.cuda.Stream]:
-        """What is issued in this block waits for `event`, of `filled`, and for nothing that is queued behind that."""
+        """Let work of this block wait for `event`, of `filled`, and for no later work."""
         assert self._events is not None
         stream = self._issuing[device]
         stream.wait_event(event)
@@ -111,7 +111,7 @@ class Devices:
             yield stream
 
     def time(self, stream: torch.cuda.Stream, then: Callable[[float], None]) -> None:
-        """Call `then`, soon, with the time (seconds of `perf_counter`) when what `stream` has queued is over."""
+        """Call `then` soon with the end of the queued work of `stream`, in seconds of `perf_counter`."""
 
         def over(error: BaseException | None) -> None:
             then(perf_counter())

@@ -63,7 +63,7 @@ def dims_in_memory(t: Tensor) -> tuple[int, ...]:
 
 
 def memory_shape(t: Tensor) -> tuple[int, ...]:
-    """Return the shape of `t` as it lies in memory, the outermost dimension first, without those of 1.
+    """Return the shape of `t` in the order of its memory, the outermost dimension first, without those of 1.
 
     >>> memory_shape(torch.empty(2, 1, 3)), memory_shape(torch.empty(2, 3).t()), memory_shape(torch.empty(4, 4)[:, :2])
     ((2, 3), (2, 3), (4, 2))
@@ -73,7 +73,7 @@ def memory_shape(t: Tensor) -> tuple[int, ...]:
 
 
 def flat_view(t: Tensor) -> Tensor | None:
-    """Return the memory of `t` as a detached tensor of one dimension, None where `t` does not fill it without gaps."""
+    """Return the memory of `t` as a detached tensor of one dimension, or None if `t` has gaps."""
     return None if memory_order(t) is None else t.detach().as_strided((t.numel(),), (1,))
 
 

@@ -192,9 +192,9 @@ class LocalSGD(MadeTogether):
         """Averages would come to the same as reduced gradients, if only for plain SGD: so these are reduced."""
         self._steps = 0
         self._common = 0
-        """Of how many steps the centre is, or, where all steps are ordinary ones, the parameters are."""
+        """Number of steps of the centre, or of the parameters if all steps are ordinary ones."""
         self._kept: dict[int, list[tuple[Stateful, Any]]] | None = None
-        """In an elastic world: what this rank had of its own behind so many steps, and what shares a step with that."""
+        """In an elastic world, this rank's own state by number of steps, with its owners."""
         if parts_of(net.coll).registry.elastic is not None:
             self._kept = {}
         self._elastic = outer if isinstance(outer, Elastic) else None
@@ -331,19 +331,19 @@ class LocalSGD(MadeTogether):
         """Continue on the net's new ranks."""
 
     def _restore(self, steps: int) -> bool:
-        """Have what this rank had of its own behind so many steps; return whether that is known."""
+        """Restore this rank's own state after `steps` steps; return whether that state is known."""
         kept = (self._kept or {}).get(steps, [])
         for owner, state in kept:
             load_exactly(owner, state)
         return bool(kept)
 
     def _begin_again(self, steps: int) -> None:
-        """All ranks have the same parameters, behind so many steps."""
+        """Begin with parameters that are the same on all ranks, after `steps` steps."""
         self._steps = self._common = steps
         self._since, self._alike = 0, True
 
     def _keep(self, steps: int) -> None:
-        """Note what this rank has of its own, behind so many steps."""
+        """Keep this rank's own state after `steps` steps."""
         if self._kept is not None:
             owners: list[Stateful] = [self.optimizer, *self._net.configure().stateful]
             self._kept = {made: kept for made, kept in self._kept.items() if made >= self._common}
@@ -407,7 +407,7 @@ class LocalSGD(MadeTogether):
             copy_each(list(self._centre), list(self._centre.values()))
 
     def _exchange(self, *, wait: bool) -> None:
-        """End a period: apply the average that is on its way, and send the next; with `wait` apply that too.
+        """End a period: apply the average in flight, and send the next; with `wait` apply that too.
 
         Where this fails the next step tries again, with what this rank has done until then.
         """
@@ -476,7 +476,7 @@ class LocalSGD(MadeTogether):
 
 
 class _Common:
-    """What ranks tell one another of a `LocalSGD` when they go on on another communicator, behind the same average."""
+    """The state of a `LocalSGD` that ranks compare to continue on another communicator after the same average."""
 
     def __init__(self, local: LocalSGD, *, intact: bool) -> None:
         self._local = local
@@ -497,14 +497,14 @@ class _Common:
 
 
 class _SlowMomentum(Optimizer):
-    """What `SlowMo` says, as an optimizer; a gradient is x - y, and the setting `rates` has r for each parameter."""
+    """The update of `SlowMo` as an optimizer; a gradient is x - y, and the setting `rates` has r for each parameter."""
 
     def __init__(self, params: Sequence[nn.Parameter], how: SlowMo) -> None:
         super().__init__(params, {"momentum": how.momentum, "lr": how.lr, "rates": [1.0] * len(params)})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Go on from the average."""
+        """Continue from the average."""
         (group,) = self.param_groups
         for p, rate in zip(group["params"], group["rates"], strict=True):
             if p.grad is not None:

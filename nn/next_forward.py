@@ -53,15 +53,15 @@ class UpdatedAhead(MadeTogether, Generic[P]):
             raise TypeError("make_optimizer is an optimizer: expected a function that makes one of what it is given")
         self._net = net
         self._left: dict[P, Handle[None]] = {}
-        """The parts whose update is not over, each with what that waits for, in the order in which those were sent."""
+        """The parts with an update in flight, each with the handle of its reduction, in the order of issue."""
         self._failed: BaseException | None = None
-        """The first error of an update that is still to be told."""
+        """First error of an update that was not raised yet."""
         self._unasked: set[P] = set()
-        """Those of which the update was due when this forward began, and no module has needed the parameters yet."""
+        """Parts with an update due at the begin of this forward whose parameters no module has needed yet."""
         self._guards: Guards[P]
 
     def _guard(self, parts: Sequence[P]) -> None:
-        """Have the modules wait for their parameters, which are in `parts`."""
+        """Let the modules wait for their parameters, which are in `parts`."""
         by_parameter = {slot.parameter: part for part in parts for slot in part.slots}
         self._guards = Guards(self._net.module, by_parameter, self._before)
 
@@ -110,7 +110,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
     # --- steps, on the compute thread ---------------------------------------------------------------------------
 
     def _run(self, forward: Forward, *, whole: bool = False) -> Tensor:
-        """Return the loss whose backward is to be reduced; with `whole` forward begins behind all updates."""
+        """Return the loss whose backward is to be reduced; with `whole` forward begins after all updates."""
         if whole or not self._guards.learnt:
             self._finish()
         self._use(self._guards.early)
@@ -124,7 +124,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         return forward.rest(loss)
 
     def _reduce(self, prepare: Callable[[], Tensor]) -> Pass:
-        """Return the pass of a backward from what `prepare` returns; what an earlier update failed with comes first."""
+        """Return the pass of a backward from the result of `prepare`; the error of an earlier update comes first."""
         try:
             return self._compute.reduce(prepare)[1]
         except CommunicatorError:
@@ -197,7 +197,7 @@ class Guards(Generic[T]):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What runs in this block is the forward of a step."""
+        """Run the block as the forward of a step."""
         self._training = True
         try:
             if self.learnt:
@@ -293,7 +293,7 @@ def _in_compiled_code() -> bool:
 
 
 class _ForwardHook:
-    """What a module calls around its forward; a copy of the module, or a pickle, has one that does nothing.
+    """Called by a module around its forward; a copy of the module, or a pickle, has one that does nothing.
 
     Compiled code has none at all: what it uses is needed by the module that calls it.
     """

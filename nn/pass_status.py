@@ -1,4 +1,4 @@
-"""What ranks tell each other of a pass beside its gradients: its status, one small sum, and words where that is bad."""
+"""The exchange about a pass in addition to gradients: its status, one small sum, and accounts after a failure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LEFT_OVER = float(1 << 20)
 
 
 class StatusKind(IntEnum):
-    """What a rank means by its status. All have the same shape, so that ranks that mean different things meet."""
+    """The meaning of a rank's status. All have the same shape, so ranks with different meanings meet."""
 
     END = 0
-    """Backward is over."""
+    """Backward has ended."""
     ASK = 1
     """Before backward: this rank trains other parameters than before. Do the others?"""
     JOIN = 2
@@ -38,7 +38,7 @@ class StatusKind(IntEnum):
 
 @dataclass(frozen=True)
 class PassStatus:
-    """What the status of all ranks says of a pass."""
+    """The status of a pass, summed over all ranks."""
 
     columns: Sequence[float]
     """By parameter: at the end of a pass, how many ranks had a gradient; before it, how many train it."""
@@ -53,7 +53,7 @@ class PassStatus:
     kinds: tuple[StatusKind, ...]
     """By rank."""
     stops: int = 0
-    """How many ranks ask all to stop behind this pass."""
+    """Number of ranks that ask all to stop after this pass."""
     settings: tuple[int, ...] = ()
     """By rank: a hash of the settings of its step; 0 where it tells none."""
 
@@ -142,14 +142,14 @@ class PassStatus:
 
 @dataclass(frozen=True)
 class PassAccount:
-    """What one rank knows of itself."""
+    """The account of one rank."""
 
     failure: str | None
-    """The traceback of what it raised in forward or backward."""
+    """Traceback of the error of forward or backward, or None."""
     frozen: tuple[str, ...] | None
     """The parameters that it does not train; None where it brings nothing."""
     passes: int
-    """How many backwards it has behind it."""
+    """Number of finished backwards."""
     steps: str
     """How many steps its optimizer has made, in words."""
     settings: Lines | None = None

@@ -68,7 +68,7 @@ class Pass:
         before: Pass | None = None,
         alone: bool = False,
     ) -> None:
-        """`conclude` is awaited at the end. What the pass sends waits for the end of the pass `before`.
+        """Make a pass that awaits `conclude` at its end, and sends nothing before the end of the pass `before`.
 
         `alone` is True if there is no other rank, and no code looks at single buckets: gradients then stay in place,
         and the pass ends in `end_alone`, without the loop.
@@ -323,7 +323,7 @@ class Pass:
     async def _reduce(self, index: int) -> None:
         """Reduce a bucket, once the limit of the bytes in flight allows."""
         bucket, machine, loop = self.buckets[index], self.machine, self._consensus.loop
-        # What devices have queued limits nothing here: a step must not wait for them.
+        # Queued work of devices is not limited: a step must not wait for it.
         permit = await loop.permit(bucket.nbytes, limited=not bucket.on_device or bool(loop.lane.waiting))
         try:
             handle = self._issue(index)

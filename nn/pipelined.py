@@ -85,14 +85,14 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         come = expected_state(net, self, self.load_state_dict)
         groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
-        """Those of the step whose updates are left."""
+        """Settings of the step whose updates are not finished."""
         self._parts = [
             _BucketOptimizer(slots, make_optimizer)
             for slots in reducer_of(net).keep_buckets(groups, urgent=True, by=self)
         ]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
-        """Of those that had a gradient in the last step: the number of their bucket then."""
+        """Bucket number of each optimizer that had a gradient in the last step."""
         self._newest: Pass | None = None
         """The reductions of the last step."""
         self._complete = True
@@ -100,7 +100,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._undo: dict[_BucketOptimizer, _Undo] | None = None if parts_of(net.coll).registry.elastic is None else {}
         """In an elastic world: what takes back the updates of steps that were not made whole."""
         self._mishap: Exception | None = None
-        """What was raised in the midst of the last of them."""
+        """Error that was raised during the last update."""
         self._guard(self._parts)
         if come is not None:
             self.load_state_dict(come)
@@ -215,7 +215,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._tell()
 
     def _use(self, parts: Sequence[_BucketOptimizer]) -> None:
-        """Make the updates of `parts`; while they are on their way, those of others that have come."""
+        """Make the updates of `parts`; while their reductions are in flight, make other updates that are ready."""
         for part in parts:
             while (handle := self._left.get(part)) is not None:
                 come = (other for other, reduced in self._left.items() if reduced.done())
@@ -251,7 +251,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     @contextmanager
     def _undoable(self, part: _BucketOptimizer) -> Iterator[None]:
-        """In this block `part` is updated; in an elastic world note what it was behind the last whole step."""
+        """Update `part` in this block; in an elastic world keep its state after the last whole step."""
         if self._undo is None:
             yield
             return
@@ -347,7 +347,7 @@ class _BucketOptimizer:
         self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
         self._settings: list[dict[str, Any]] = []
         self.numbers = [slot.index for slot in slots]
-        """Those of the parameters, in the module's order."""
+        """Numbers of the parameters, in the module's order."""
 
     def check(self) -> None:
         """Raise ValueError if the optimizer has parameters of other buckets, or of no net."""
@@ -407,7 +407,7 @@ def _equal(a: object, b: object) -> bool:
 
 
 class _Undo:
-    """What updates have changed: parameters, and the state and settings of their optimizer, as they were before."""
+    """The parameters, and the state and settings of their optimizer, from before an update."""
 
     def __init__(self, part: _BucketOptimizer) -> None:
         self._optimizer = part.optimizer
@@ -426,7 +426,7 @@ class _Undo:
         self._versions = [p._version for p, _ in self._values]
 
     def holds(self) -> bool:
-        """Return whether nobody has written to the parameters since."""
+        """Return whether the parameters are unchanged since."""
         return self._versions == [p._version for p, _ in self._values]
 
     def make(self) -> None:

@@ -114,7 +114,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         """Something may differ from a new optimizer on new parameters; the others know where one joins."""
 
     def _divide(self) -> list[ShardGroup]:
-        """Cut the parameters in blocks, and return the groups of what this rank owns."""
+        """Cut the parameters in blocks, and return the groups of this rank's blocks."""
         net = self._net
         data = reducer_of(net).data
         slot_of = {slot.parameter: slot for slot in reducer_of(net).slots}
@@ -128,14 +128,14 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         ]
 
     def _take_over(self, groups: Sequence[ShardGroup]) -> None:
-        """Have the net's gradients go to the blocks."""
+        """Direct the net's gradients to the blocks."""
         data = self._reducer.data
         self._state = ShardState(self.optimizer, self._make, groups)
         self._memory = BucketMemory(data.arena_empty)
         self._guard(self._shards)
         self._gathering = ReduceScatter(data, self._reducer.consensus.op)
         self._hook = self._reducer.hand_to(self, self._gathering, self._bucket)
-        """That of the net, which is put back at the end."""
+        """Hook of the net, which is restored at the end."""
 
     def _bucket(self, slots: Sequence[Slot]) -> Bucket:
         return ShardBucket(self._shard_of[slots[0].index], slots, self._memory)
@@ -329,7 +329,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         return figures
 
     def _gather(self, reduction: Pass) -> None:
-        """Have all ranks gather what was updated, in the order of the next forward."""
+        """Gather the updated blocks on all ranks, in the order of the next forward."""
         reducer = self._reducer
         for bucket in reversed(reduction.buckets):
             assert isinstance(bucket, ShardBucket)
@@ -362,7 +362,7 @@ def _check_net(net: DataParallel) -> None:
 
 
 class _Used:
-    """What ranks give one another of shards, each of which one rank has alone: whether there is anything to be lost.
+    """The exchange of ranks about shards, which one rank each has alone: whether any state can be lost.
 
     No update is made before all ranks have reduced a gradient. So where a rank that has made most steps made none, and
     loaded nothing, the state of a new optimizer is the right one.

@@ -23,11 +23,11 @@ _IDLE = 4
 """How many flat tensors of one dtype wait for the next buckets; more go back."""
 
 _SAMPLE = 3
-"""How many elements a tensor has whose state tells what others have."""
+"""Number of elements of the sample tensor whose state shows the state of others."""
 
 
 class Section:
-    """What one rank owns of a parameter: elements `start` to `stop` of its memory, as a parameter of one dimension."""
+    """One rank's part of a parameter: elements `start` to `stop` of its memory, as a parameter of one dimension."""
 
     def __init__(self, slot: Slot, start: int, values: Tensor) -> None:
         self.slot = slot
@@ -46,7 +46,7 @@ class BucketShard:
         self.slots = tuple(slots)
         counts = [slot.parameter.numel() for slot in slots]
         self.begins = dict(zip([slot.index for slot in slots], accumulate(counts, initial=0), strict=False))
-        """Where each parameter begins, by its index."""
+        """Start of each parameter, by its index."""
         self.block = -(-sum(counts) // coll.size)
         """How many elements each rank owns."""
         self.alone = coll.size == 1
@@ -61,7 +61,7 @@ class BucketShard:
                 slot.parameter.data = view
             self.own = self.flat[self.first : self.first + self.block]
             self.gradient = torch.empty(0 if self.alone else self.block, dtype=self.own.dtype, device="cpu")
-            """Of what this rank owns; in each step it is written anew."""
+            """Gradient of this rank's block, rewritten in each step."""
             self.sections: dict[int, Section] = {}
             for slot in slots:
                 begin = self.begins[slot.index]
@@ -70,7 +70,7 @@ class BucketShard:
                     mine = self.own[start - self.first : stop - self.first]
                     self.sections[slot.index] = Section(slot, start - begin, mine)
         self._gradients: tuple[Tensor | None, list[Tensor]] = None, []
-        """What was given to `assign` last, and what the sections have of it."""
+        """The last gradient given to `assign`, and its parts for the sections."""
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Return the place of a parameter in a flat tensor like that of the parameters."""
@@ -114,7 +114,7 @@ class BucketMemory:
         self.allocate = allocate
         self._lock = threading.Lock()
         self.idle: dict[torch.dtype, list[FlatMemory]] = {}
-        """That which no bucket has, by dtype, in the order in which it came back."""
+        """Memory that no bucket has, by dtype, in the order of its release."""
         self.newest: Tensor | None = None
         """The gradient that was reduced last of those that stayed where autograd had made them."""
         self._last: Tensor | None = None
@@ -129,7 +129,7 @@ class BucketMemory:
         return FlatMemory(self.allocate(numel, dtype))
 
     def release(self, flat: FlatMemory) -> None:
-        """Have it back; what was idle longest goes where there are enough."""
+        """Take memory back; free the memory that was idle longest if there is enough."""
         with self._lock:
             idle = self.idle.setdefault(flat.tensor.dtype, [])
             idle.append(flat)
@@ -147,7 +147,7 @@ class BucketMemory:
 class ShardBucket(Bucket):
     """The gradients of the parameters of a shard, until each rank has those of its block: then they are dropped.
 
-    Parameters that are frozen have their places all the same, which nobody looks at.
+    Frozen parameters have places too, which are not read.
     """
 
     def __init__(self, shard: BucketShard, slots: Sequence[Slot], memory: BucketMemory) -> None:
@@ -221,7 +221,7 @@ class ReduceScatter(CommHook):
         return self._data.reduce_scatter(bucket.data, self._op, out=bucket.shard.gradient)
 
     def gather(self, shard: BucketShard) -> Handle[Any]:
-        """Return the handle of what gives all ranks the blocks of all."""
+        """Return the handle of an exchange that gives all ranks the blocks of all."""
         return self._data.allgather(shard.own, out=shard.flat)
 
 
@@ -232,15 +232,15 @@ class ShardGroup(NamedTuple):
     """A parameter group."""
 
     slots: list[Slot]
-    """Of all its parameters."""
+    """Slots of all parameters."""
     sections: dict[int, Section]
-    """What this rank has of them, by the index of the slot."""
+    """This rank's sections, by the index of the slot."""
     options: dict[str, Any]
     """Learning rate and the like, as far as they are the group's own."""
 
 
 class ShardState:
-    """What the optimizer of this rank keeps of its `groups`."""
+    """The state that the optimizer of this rank keeps for its `groups`."""
 
     def __init__(
         self, optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[ShardGroup]

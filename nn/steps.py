@@ -1,4 +1,4 @@
-"""The steps of optimizers: what belongs to one beside forward and backward, and how many were made."""
+"""The steps of optimizers: their settings, and the number of steps made."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StepSettings:
     """How the steps of a net are made, the same on all ranks."""
 
     clip_norm: float | None = None
-    """What the global norm of the reduced gradients is clipped to, behind unscaling."""
+    """Maximum of the global norm of the reduced gradients, which are clipped after unscaling."""
     scaler: GradScaler | None = None
     """It scales losses, unscales the reduced gradients, and leaves out a step where one of them is not finite."""
     scheduler: Sequence[RateSchedule] = ()
@@ -68,7 +68,7 @@ class StepSettings:
     per_rank: Sequence[Tensor] = field(default=(), repr=False, compare=False)
     """Parameters that each rank keeps for itself: no net reduces them, and this rank alone clips and checks them."""
     divided: Mapping[nn.Parameter, Communicator] = field(default_factory=dict, repr=False, compare=False)
-    """The parameters of which this rank has a block, with the ranks that have the others."""
+    """The parameters that are divided over ranks, with the communicator of these ranks."""
 
     def changed(self, shared: Shared, changes: Changes) -> StepSettings:
         """Return these settings with `changes`, of which a dtype of autocast is for the device of the parameters.
@@ -120,7 +120,7 @@ class StepSettings:
 
     @property
     def stateful(self) -> list[Stateful]:
-        """What of it goes on with the steps."""
+        """The parts with state that continues over steps."""
         return [each for each in (self.scaler, *self.scheduler) if isinstance(each, Stateful)]
 
     def casting(self) -> AbstractContextManager[object]:
@@ -211,12 +211,12 @@ class StepSettings:
 
 
 def _reduced(groups: Groups) -> list[tuple[Any, Any]]:
-    """Return the parameters that have a gradient, each with what has the values of that as its own."""
+    """Return the parameters that have a gradient, each with the owner of the gradient's values."""
     return [(p, with_values(p)) for group in groups for p in group["params"] if p.grad is not None]
 
 
 def count_as_stepped(optimizer: Optimizer) -> None:
-    """Have torch's schedulers know that `optimizer` steps: else they warn, since nothing has called its `step`."""
+    """Mark `optimizer` as stepped for torch's schedulers, which otherwise warn, since its `step` was not called."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -270,7 +270,7 @@ class Steps:
     """
 
     _every: ClassVar[tuple[weakref.ref[Steps], ...]] = ()
-    """Of the nets that are open; never changed but replaced, since the hook reads it in any thread."""
+    """Steps of the open nets; replaced and never changed, since the hook reads it in any thread."""
     _hooks: ClassVar[tuple[RemovableHandle, ...]] = ()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -280,7 +280,7 @@ class Steps:
         self.loaded = 0
         """Hash of the state that was loaded last on this rank alone; 0 if the ranks were made alike since."""
         self.mishap: BaseException | None = None
-        """What an optimizer raised last on this rank, as far as is known."""
+        """The last error that an optimizer raised on this rank, as far as is known."""
         self.thread: int | None = None
         """The thread that runs a backward of the net; None between two of them."""
         self.settings_hash = 0
@@ -302,9 +302,9 @@ class Steps:
         self._trusted: tuple[Optimizer, list[list[Tensor]]] | None = None
         """The optimizer that was looked at last, with the parameters that it had."""
         self._since: dict[int, object] | None = None
-        """What has made a step since the last backward, by its id; None where there was none."""
+        """Optimizers that stepped since the last backward, by their id; None before the first backward."""
         self._aside: int | None = None
-        """The thread whose steps somebody else counts."""
+        """The thread whose steps are counted elsewhere."""
         self._list(weakref.ref(self))
 
     # --- the hook -----------------------------------------------------------------------------------------------
