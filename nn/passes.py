@@ -339,17 +339,26 @@ class Pass:
         await kernel.transfers([(loop.wait, handle, self._report_late)])
         if permit is not None:
             permit.release()
-        if (failure := internals.error_of(handle)) is not None:
-            if self.queues is not None:
-                self.queues.abort(index)
-            self._receive(machine.failed, index, failure)
+        failure = internals.error_of(handle)
+        if failure is None:
+            try:
+                self._finish_bucket(index)
+            except Exception as error:  # noqa: BLE001  - the machine ends the pass
+                failure = error
+        if failure is None:
+            self._receive(machine.reduced, index)
             return
-        began = self.times.end(index)
+        if self.queues is not None:
+            self.queues.abort(index)
+        self._receive(machine.failed, index, failure)
+
+    def _finish_bucket(self, index: int) -> None:
+        """Note the times of a reduced bucket, and release its memory."""
+        bucket, began = self.buckets[index], self.times.end(index)
         if (trace := tracing.to) is not None:
             rank = parts_of(self._consensus.data).registry.channel.rank
             trace.span(f"bucket {index}", began, track="reductions", of_rank=rank, bytes=bucket.nbytes)
         bucket.release()
-        self._receive(machine.reduced, index)
 
     def _issue(self, index: int) -> Handle[Any]:
         bucket, consensus = self.buckets[index], self._consensus

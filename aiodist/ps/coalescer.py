@@ -114,8 +114,6 @@ class Coalescer:
         self._closed = False
         self._failures = 0
         self._ended: Callable[[], None] | None = None
-        self.congested = False
-        """True if full frames wait for answers to earlier ones."""
         self.sent_bytes = 0
 
     def open(self, handlers: Mapping[int, Handler]) -> None:
@@ -156,6 +154,11 @@ class Coalescer:
             self.put(dst, kind | _CONTINUES, part, request=request)
         self.put(dst, kind, last, request=request)
 
+    @property
+    def congested(self) -> bool:
+        """True if full frames to some rank wait for answers to earlier ones."""
+        return any(peer.full for peer in self._peers)
+
     def flush(self) -> None:
         """Send the frames that need not wait, and handle the entries of this rank for itself."""
         while self._to_flush:
@@ -167,7 +170,6 @@ class Coalescer:
                 continue
             while peer.full and peer.unanswered < _FULL_WINDOW:
                 self._send(dst, peer, *peer.full.popleft())
-            self.congested = bool(peer.full)
             if peer.unanswered < _WINDOW and len(peer.frame) > FRAME.size:
                 self._send(dst, peer, *peer.take())
             if peer.handled:  # no answer has reported these frames

@@ -9,7 +9,6 @@ from math import inf
 from typing import Any, Protocol
 
 from aiodist.communicator.inquiry import Inquiry
-from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program
 from aiodist.ps.client import Client
@@ -49,7 +48,7 @@ class ServerWatch:
         run: Run,
         failed: Callable[[BaseException], None],
     ) -> None:
-        """`world_ranks` are the world ranks of all ranks. `failed` takes the error of a ping."""
+        """`world_ranks` are the world ranks of all ranks. `failed` takes the error of a ping or of the watch itself."""
         self._context = context
         self._client = client
         self._inquiry = inquiry
@@ -58,7 +57,13 @@ class ServerWatch:
         self._failed = failed
         self._since = inf
         """Time of the first question about the oldest request, or inf before one."""
-        self._task = asyncio.ensure_future(self._watch())
+        self._task = asyncio.ensure_future(self._run_watch())
+
+    async def _run_watch(self) -> None:
+        try:
+            await self._watch()
+        except Exception as error:  # noqa: BLE001  - without the watch a lost frame could be a wait without end
+            self._failed(error)
 
     async def _watch(self) -> None:
         oldest, looks = None, 0
@@ -74,11 +79,7 @@ class ServerWatch:
                 others = [rank for rank in self._client.late() if rank != self._context.rank]
                 self._inquiry.ask([self._world_ranks[rank] for rank in others], self._context.name)
             if looks % _PING_LOOKS == 0:
-                try:
-                    await self._run("ping", partial(self._client.asking_all, "ping"), _ANSWER_SECONDS, now=True)
-                except AiodistError as error:
-                    self._failed(error)
-                    return
+                await self._run("ping", partial(self._client.asking_all, "ping"), _ANSWER_SECONDS, now=True)
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, each with an open request and the state of the rank if known."""

@@ -283,6 +283,25 @@ def test_p12_no_rank_waits_for_ever_without_a_deadline(rank: int, at: int, await
         assert "ping" in str(end)
 
 
+def test_p12_a_watch_that_fails_ends_the_parameter_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the watch, a lost frame would be a wait without end, so an error of the watch aborts."""
+
+    def broken(_: object) -> None:
+        raise LookupError("no late ranks")
+
+    async def main() -> None:
+        with pytest.raises(CommunicatorAborted, match="no late ranks"):  # noqa: PT012  - the blocks raise it
+            async with (
+                aiodist.init(timeout=None) as coll,
+                ParameterServer(coll, {"w": torch.zeros(3)}, servers=[1], workers=[0]) as ps,
+            ):
+                if ps.is_worker:
+                    await ps.pull("w", torch.empty(3), at_least=1)  # no push makes that version
+
+    monkeypatch.setattr("aiodist.ps.client.Client.late", broken)
+    run_ranks(2, main, timeout=400)
+
+
 @pytest.mark.ranks(2)
 async def test_p12_a_rank_that_is_busy_for_long_is_not_given_up(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": torch.zeros(7)}) as ps:
