@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from aiodist.backends.base import Primitive, Transport, again, tag_of
+from aiodist.backends.base import Primitive, Transport, again, ignore, tag_of
 from aiodist.backends.shm import ShmLane
 from aiodist.collectives.endpoint import LANE_TAGS, Differ, Endpoint
 from aiodist.communicator.fingerprint import merged
@@ -184,7 +184,7 @@ class Agreement:
             operation, comparison = self._between_hosts.popleft()
             if self._verdicts is not None:
                 verdict = Primitive("broadcast", torch.tensor([comparison.differs], device="cpu"))
-                self._verdicts.submit(verdict, 0, 0, partial(_keep, verdict))
+                self._verdicts.submit(verdict, 0, 0, ignore)  # the lane keeps the tensor alive
             self._decide(operation, differs=comparison.differs)
 
     def _verdict_received(
@@ -218,7 +218,3 @@ class Agreement:
             for operation in undecided.values():
                 if not operation.agreed.is_set:
                     operation.decide(again(error))
-
-
-def _keep(_: object, __: BaseException | None) -> None:
-    """Do nothing, as the `done` of a transfer, which keeps the first argument until the transfer has ended."""

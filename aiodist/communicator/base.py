@@ -178,7 +178,7 @@ class Base(Group):
             raise
         if devices:
             attach(handle, devices)
-            if self._dispatcher.pending_more:
+            if len(self._dispatcher.operations) > 1:
                 self._dispatcher.progress.try_poll()  # so that the device begins before the next call of this thread
         return handle
 

@@ -312,11 +312,6 @@ class Dispatcher:
         Operation.of(handle).set_deadline(seconds)
         self.watchdog.expect(seconds)
 
-    @property
-    def pending_more(self) -> bool:
-        """True if several operations are pending."""
-        return len(self.operations) > 1
-
 
 def _after_fork() -> None:
     for dispatcher in list(Dispatcher._alive):
