@@ -6,14 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiodist.launch.commands import own_path
 from aiodist.launch.hosts import Host
-
-_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -26,23 +25,20 @@ class Answer:
 
 def ask(question: str) -> Answer:
     """Ask a question of `probe` in a process of this host."""
-    return ask_command([sys.executable, *_probe(question)])
+    return ask_command([sys.executable, *own_path(Path.cwd()), "-m", "aiodist.doctor.probe", question])
 
 
 def ask_ranks(mpi: str, question: str, hosts: Sequence[Host] = (), rsh: str = "", iface: str = "") -> Answer:
     """Ask a question of `probe` in two ranks, or one on each host, that `aiodist run --mpi MPI` starts."""
+    path = own_path(Path.cwd())
     options = ["--no-prefix", "--timeout=60", f"-n{len(hosts) or 2}", f"--mpi={mpi}"]
     if hosts:
         options += [f"--hosts={','.join(host.name for host in hosts)}", f"--rsh={rsh}", f"--iface={iface}"]
-    launcher = [sys.executable, *own_path(Path.cwd()), "-m", "aiodist", "run", *options]
-    return ask_command([*launcher, "python", *_probe(question)])
+    program = ["python", *path, "-m", "aiodist.doctor.probe", question]
+    return ask_command([sys.executable, *path, "-m", "aiodist", "run", *options, *program])
 
 
-def _probe(question: str) -> list[str]:
-    return [*own_path(Path.cwd()), "-m", "aiodist.doctor.probe", question]
-
-
-def ask_command(command: Sequence[str], sent: str = "", seconds: float = _SECONDS) -> Answer:
+def ask_command(command: Sequence[str], sent: str = "", seconds: float = 120.0) -> Answer:
     """Return the last JSON object that a command prints for the input `sent`."""
     try:
         done = subprocess.run(
@@ -57,10 +53,7 @@ def ask_command(command: Sequence[str], sent: str = "", seconds: float = _SECOND
         errors = [line for line in lines if "Error" in line]
         return Answer(None, (errors or lines or [f"exit code {done.returncode}"])[-1])
     for line in reversed(done.stdout.splitlines()):
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict):
-            return Answer(said)
-    return Answer(None, "it printed no answer")
+        with suppress(ValueError):
+            if isinstance(said := json.loads(line), dict):
+                return Answer(said)
+    return Answer(None, "the process printed no answer")

