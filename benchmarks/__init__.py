@@ -2,7 +2,8 @@
 
 `python -m benchmarks NAME`, in the root of the repository; `aiodist bench` measures single operations.
 
-suite        the benchmarks with the options of `aiodist bench`, by name
+suite        the benchmarks with the options of `aiodist bench`, by name; worker: a rank; figures: their records
+reductions   collectives by size, and a copy
 targets, await_targets  their targets; verdicts: the table of figures and targets
 training     a training step, DDP, and a loop without communication; models; threads: the CPU time of each
 checkpointing  a checkpoint during training steps

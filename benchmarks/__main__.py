@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 
 from aiodist.bench import cli
-from benchmarks.suite import BENCHMARKS
+from benchmarks.suite import BENCHMARKS, studied
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -56,9 +57,9 @@ def measure(  # noqa: PLR0913 - one for each option
     busy: Annotated[bool, typer.Option("--busy", help="await: with a process that spins on every core.")] = False,
 ) -> None:
     """Measure on N ranks of this host, with other libraries in the same run."""
-    own = {"model": model, "batch": batch, "servers": servers, "busy": busy}
-    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi, own)
-    raise typer.Exit(cli.run(name, BENCHMARKS, options))
+    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi)
+    study = studied(name, options, model=model, batch=batch, servers=servers, busy=busy)
+    raise typer.Exit(asyncio.run(study.start("benchmarks.worker", study.ranks, mpi=mpi)))
 
 
 if __name__ == "__main__":

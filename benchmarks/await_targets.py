@@ -9,6 +9,7 @@ from rich.table import Table
 from aiodist.bench.records import Record, size_text
 from aiodist.bench.timing import OVERWRITTEN_BYTES
 from benchmarks.busy import BUSY
+from benchmarks.figures import Figure, figures
 from benchmarks.verdicts import Verdict, verdict_table
 
 __all__ = ["ratio", "reached", "verdicts"]
@@ -22,7 +23,7 @@ def reached(records: Sequence[Record]) -> list[Table]:
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:
     """Return a verdict for each figure of the records, compared with the peer of the same run."""
-    found = list(records)
+    found = figures(records)
     return [*_small(found), *_busy(found), *_many(found), *_collectives(found), *_waits(found)]
 
 
@@ -98,7 +99,7 @@ _VALUES = (
 )
 
 
-def _waits(records: Sequence[Record]) -> list[Verdict]:
+def _waits(records: Sequence[Figure]) -> list[Verdict]:
     woken = [
         Verdict("wake_up", record.seconds * 1e6, "us", 100.0)
         for record in records

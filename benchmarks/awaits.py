@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiodist.bench import collectives
-from aiodist.bench.peers import Gloo
 from aiodist.bench.timing import Contender, interleaved, pace
 from aiodist.handles import gather
 from benchmarks import beside
 from benchmarks.busy import BUSY, cores_to_keep_busy, spinning
 from benchmarks.first import allreduce_of, name_of
+from benchmarks.suite import own
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -37,7 +37,7 @@ async def measure(session: Session) -> list[Record]:
     With spinning processes only the smallest await is measured, on the first communicator: gloo would take minutes,
     and the other figures are those of an idle machine.
     """
-    if session.plan.own.get("busy"):
+    if own(session.plan).get("busy"):
         return await _busy(session) if session.first else []
     records = []
     for nbytes in session.plan.sizes or SMALL:
@@ -126,11 +126,14 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
 
 async def _comparing(session: Session) -> list[Record]:
     """Measure 4 B of aiodist, which compares operations, and of gloo with and without torch's comparison."""
-    found = next((peer for peer in session.peers if isinstance(peer, Gloo)), None)
+    found = next((peer for peer in session.peers if peer.name == "gloo"), None)
     if found is None:
         return []
     t = torch.zeros(1)
-    contenders = [Contender(name_of(session), lambda: allreduce_of(session)(t), awaited=True), *_of_gloo(found.dist, t)]
+    contenders = [
+        Contender(name_of(session), lambda: allreduce_of(session)(t), awaited=True),
+        *_of_gloo(found.native, t),
+    ]
     times = await interleaved(contenders, session.fence, pace(4, session.plan.repeat))
     return await session.timed("comparing", 4, times)
 

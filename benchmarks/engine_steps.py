@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from aiodist import Engine
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
 from benchmarks import models, suite
+from benchmarks.figures import figure
 from benchmarks.training import Setting, torch_threads
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
         if "bare" in session.plan.peers:
             loops["bare"] = bare
         times = await _rounds(session, loops)
-    return [replace(record, batch=samples) for record in await session.timed(f"engine:{model}", None, times)]
+    return [figure(record, batch=samples) for record in await session.timed(f"engine:{model}", None, times)]
 
 
 async def _rounds(session: Session, loops: dict[str, Callable[[int], Awaitable[None]]]) -> dict[str, list[float]]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiodist.bench.records import Record
 from aiodist.bench.session import facts
+from benchmarks.figures import Figure
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aiodist.bench.records import Record
     from aiodist.bench.session import Session
     from aiodist.handles import Handle
 
@@ -33,4 +34,4 @@ async def valued(session: Session, op: str, impl: str, value: float | None, nbyt
     if everything is None:
         return []
     largest, (cores, threads) = max(((v, f) for v, f in everything if v is not None), key=lambda pair: pair[0])
-    return [Record(op, impl, session.coll.size, nbytes, affinity=cores, torch_threads=threads, value=largest)]
+    return [Figure(op, impl, session.coll.size, nbytes, affinity=cores, torch_threads=threads, value=largest)]

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from aiodist.bench.cli import writable
-from aiodist.bench.plan import Plan, parse_names
+from aiodist.bench.plan import parse_names, writable
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, ConfigError
+from benchmarks.suite import Study
 from benchmarks.verdicts import Verdict, terminal, verdict_table
 
 __all__ = ["CASES", "Case", "app", "measured", "verdicts"]
@@ -159,7 +159,7 @@ def gpu(
         if devices == 1 and (several := [name for name in names if not CASES[name].ranks]):
             raise ConfigError(f"--only {several[0]}: this case needs several CUDA devices, and there is one here")
     plans = [
-        Plan(name, case.ranks or devices, ("auto",), ("gloo",) * case.gloo, module=case.module, own={"quick": quick})
+        Study(name, case.ranks or devices, ("auto",), ("gloo",) * case.gloo, module=case.module, own={"quick": quick})
         for name, case in ((name, CASES[name]) for name in names)
     ]
     found, records = asyncio.run(measured(plans, monotonic() + seconds, mpi, first))
@@ -190,7 +190,7 @@ def _json(records: _Records) -> str:
 
 
 async def measured(
-    plans: Sequence[Plan], until: float, mpi: str, first: str
+    plans: Sequence[Study], until: float, mpi: str, first: str
 ) -> tuple[dict[str, list[Verdict]], _Records]:
     """Run a job for each plan; ranks that share a device see only the device `first`."""
     found: dict[str, list[Verdict]] = {}
@@ -211,13 +211,13 @@ async def measured(
     return found, everything
 
 
-async def _job(plan: Plan, mpi: str, exports: tuple[str, ...], limit: float) -> tuple[_Records, str, int]:
+async def _job(plan: Study, mpi: str, exports: tuple[str, ...], limit: float) -> tuple[_Records, str, int]:
     """Return the records of a job, the reason for missing ones, and the exit code."""
     with tempfile.TemporaryDirectory(prefix="aiodist-bench-") as folder:
         file = Path(folder) / "records.json"
         todo = replace(plan, json=str(file))
         try:
-            code = await todo.start("aiodist.bench.worker", plan.ranks, mpi=mpi, exports=exports, timeout=limit)
+            code = await todo.start("benchmarks.worker", plan.ranks, mpi=mpi, exports=exports, timeout=limit)
         except AiodistError as error:
             return [], f"FAILED: {error}", 1
         if code == _NOT_POSSIBLE:

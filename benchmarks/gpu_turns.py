@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aiodist.bench.records import Record
 from aiodist.bench.timing import Contender, Pace, interleaved
 from aiodist.errors import AiodistError
+from benchmarks.figures import Figure
+from benchmarks.suite import own
 
 if TYPE_CHECKING:
+    from aiodist.bench.records import Record
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
@@ -95,13 +97,13 @@ class Bench:
     def values(self, **values: float) -> list[Record]:
         """Return records of the figures of this case, on rank 0."""
         op, size = self.session.plan.op, self.coll.size
-        return [] if self.coll.rank else [Record(op, name, size, value=value) for name, value in values.items()]
+        return [] if self.coll.rank else [Figure(op, name, size, value=value) for name, value in values.items()]
 
     @classmethod
     def of(cls, session: Session) -> Bench:
         """Return the bench of a session, and make this rank's device the current one."""
         torch.cuda.set_device(session.coll.device)
-        return cls(session, QUICK if session.plan.own.get("quick") else Sizes())
+        return cls(session, QUICK if own(session.plan).get("quick") else Sizes())
 
 
 @dataclass(frozen=True)

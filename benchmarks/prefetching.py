@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from aiodist.data import prefetch
 from aiodist.streams import HostStream
+from benchmarks.figures import figure
 from benchmarks.training import torch_threads
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ async def _measure(session: Session, op: str, loader: Loader, step: Step) -> lis
                     await epochs[name]()
                     if turn:  # the first warms up
                         times[name].append(perf_counter() - began)
-    return [replace(record, batch=_SAMPLES) for record in await session.timed(op, None, times)]
+    return [figure(record, batch=_SAMPLES) for record in await session.timed(op, None, times)]
 
 
 _Epoch = Callable[[], Awaitable[None]]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from aiodist.bench.peers import Mpi4py
 from aiodist.bench.timing import Contender, Pace, interleaved
 from aiodist.ps import ParameterServer
 from benchmarks import ps_serving
+from benchmarks.figures import figure
 from benchmarks.ps_ways import SPLIT_BYTES, Mpi, Ours, Roles, Rpc, Way, rpc_opened
 from benchmarks.suite import servers
 from benchmarks.training import torch_threads
@@ -62,7 +61,7 @@ async def _opened(session: Session) -> AsyncIterator[tuple[list[Way], ParameterS
         ways += [Ours(ps, coll, roles, arena=impl == "ps-arena") for impl in session.impls]
         if "rpc" in session.plan.peers:
             ways.append(Rpc(roles))
-        ways += [Mpi(peer.comm, roles) for peer in session.peers if isinstance(peer, Mpi4py)]
+        ways += [Mpi(peer.native, roles) for peer in session.peers if peer.name == "mpi4py"]
         yield ways, ps
 
 
@@ -96,7 +95,7 @@ async def _measure_ops(session: Session, ways: Sequence[Way], nbytes: int) -> li
         often = Pace(session.plan.repeat or 10, 1, warmups=1)
         contenders = [way.pushes("add", COUNT) for way in ways]
         records = await _turns(session, "ps_ops", nbytes, contenders, often, "add", each=COUNT)
-    return [replace(record, value=1 / record.seconds if record.seconds else None) for record in records]
+    return [figure(record, value=1 / record.seconds if record.seconds else None) for record in records]
 
 
 async def _hold(session: Session, ways: Sequence[Way], nbytes: int, stack: AsyncExitStack) -> None:
@@ -124,4 +123,4 @@ async def _turns(
 
     times = await interleaved(contenders, fence, often)
     found = await session.timed(op, nbytes, {name: [t / each for t in samples] for name, samples in times.items()})
-    return [replace(record, rule=rule, busbw_gbps=None) for record in found]
+    return [figure(record, rule=rule, busbw_gbps=None) for record in found]

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from aiodist.bench.cli import writable
+from aiodist.bench.plan import writable
 from aiodist.bench.plots import check_plot, picture
 from aiodist.errors import ConfigError
 from aiodist.ps.training import EASGD, Downpour, elastic_alpha

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from aiodist.bench.cli import writable
-from aiodist.bench.plan import parse_names, parse_sizes
+from aiodist.bench.plan import parse_names, parse_sizes, writable
 from aiodist.bench.records import seconds_text, size_text
 from aiodist.errors import ConfigError
 from aiodist.schedules import MAX_LANES

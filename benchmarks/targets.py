@@ -8,6 +8,7 @@ from rich.table import Table
 
 from aiodist.bench.records import Record
 from benchmarks.await_targets import ratio
+from benchmarks.figures import Figure, figures
 from benchmarks.threads import OTHERS
 from benchmarks.verdicts import Verdict, verdict_table
 
@@ -22,7 +23,7 @@ def reached(records: Sequence[Record]) -> list[Table]:
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:
     """Return a verdict for each figure of the records, compared with the peer of the same run."""
-    found = list(records)
+    found = figures(records)
     return [
         *_steps(found),
         *_step_cpu(found),
@@ -42,7 +43,7 @@ _OTHER_CPU = {("conv", 32): 2.0, ("transformer", 4): 6.0}
 """Milliseconds of all threads in a step, without the computing one."""
 
 
-def _steps(records: Sequence[Record]) -> list[Verdict]:
+def _steps(records: Sequence[Figure]) -> list[Verdict]:
     """Judge training steps, compared with others of the same model, batch and run."""
     lines = []
     for mine in records:
@@ -62,7 +63,7 @@ def _steps(records: Sequence[Record]) -> list[Verdict]:
     return lines
 
 
-def _step_cpu(records: Sequence[Record]) -> list[Verdict]:
+def _step_cpu(records: Sequence[Figure]) -> list[Verdict]:
     """Judge the CPU time of all threads except the computing one.
 
     The CPU time of these threads in a step of `none` is subtracted: gloo's thread, for one, is never idle.
@@ -77,7 +78,7 @@ def _step_cpu(records: Sequence[Record]) -> list[Verdict]:
     return lines
 
 
-def _engine(records: Sequence[Record]) -> list[Verdict]:
+def _engine(records: Sequence[Figure]) -> list[Verdict]:
     """Judge steps of the engine, compared with the bare loop."""
     bare = {(r.op, r.batch): r.seconds for r in records if r.impl == "bare"}
     return [
@@ -87,7 +88,7 @@ def _engine(records: Sequence[Record]) -> list[Verdict]:
     ]
 
 
-def _lags(records: Sequence[Record]) -> list[Verdict]:
+def _lags(records: Sequence[Figure]) -> list[Verdict]:
     """Judge the lateness of the loop during `net.step`."""
     return [
         Verdict(f"{record.op.removeprefix('train:')} {record.batch} {record.impl}, loop lag", lag * 1e3, "ms", 5.0)
@@ -96,7 +97,7 @@ def _lags(records: Sequence[Record]) -> list[Verdict]:
     ]
 
 
-def _epochs(records: Sequence[Record]) -> list[Verdict]:
+def _epochs(records: Sequence[Figure]) -> list[Verdict]:
     """Judge an epoch of prefetch, compared with the slower one of loading alone and computing alone.
 
     If both compute, each rank needs two cores.
@@ -112,7 +113,7 @@ def _epochs(records: Sequence[Record]) -> list[Verdict]:
     return lines
 
 
-def _served(records: Sequence[Record]) -> list[Verdict]:
+def _served(records: Sequence[Figure]) -> list[Verdict]:
     """Judge large pushes and pulls, small pushes, and the step of a rank that serves."""
     lines = []
     for mine in records:
@@ -134,7 +135,7 @@ def _served(records: Sequence[Record]) -> list[Verdict]:
     return lines
 
 
-def _readings(records: Sequence[Record]) -> list[Verdict]:
+def _readings(records: Sequence[Figure]) -> list[Verdict]:
     """Judge records from the disk, compared with plain reads of the same file."""
     seconds = {r.impl: r.seconds for r in records if r.op == "reading"}
     return [
@@ -148,7 +149,7 @@ _FEWER_SECONDS = {"powersgd": 1 / 5, "topk": 1 / 3, "bf16": 1 / 1.7}
 """Target ratios of compressed steps to plain ones, for the mlp between two hosts at 1 Gb/s."""
 
 
-def _codecs(records: Sequence[Record]) -> list[Verdict]:
+def _codecs(records: Sequence[Figure]) -> list[Verdict]:
     """Judge coding on one core, and compressed steps."""
     coded = {r.impl.removeprefix("aiodist:"): r for r in records if r.op == "codecs" and r.seconds}
     lines = [
@@ -166,7 +167,7 @@ def _codecs(records: Sequence[Record]) -> list[Verdict]:
     ]
 
 
-def _checkpoints(records: Sequence[Record]) -> list[Verdict]:
+def _checkpoints(records: Sequence[Figure]) -> list[Verdict]:
     """Judge the time for which a checkpoint blocks loop and steps, and steps during the writing."""
     seconds = {r.impl: r.seconds for r in records if r.op == "checkpoint" and r.seconds}
     lines = [

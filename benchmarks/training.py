@@ -8,7 +8,7 @@ import statistics
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aiodist import codecs
-from aiodist.bench.records import Record
 from aiodist.bench.timing import percentile
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, synchronize_gradients
 from aiodist.nn.drivers import Driver
 from benchmarks import models, suite, threads
+from benchmarks.figures import Figure, figure
 from benchmarks.ticker import ticker
 
 if TYPE_CHECKING:
+    from aiodist.bench.records import Record
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
@@ -194,7 +195,7 @@ TRAINERS: dict[str, Callable[[Setting], AbstractAsyncContextManager[Trainer]]] =
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-async def measure(session: Session) -> list[Record]:
+async def measure(session: Session) -> list[Figure]:
     """Measure steps of every model with every batch of the plan."""
     plan = session.plan
     records = []
@@ -218,7 +219,7 @@ def torch_threads(coll: Communicator) -> Iterator[int]:
             torch.set_num_threads(before)
 
 
-async def _measure(session: Session, model: str, samples: int) -> list[Record]:
+async def _measure(session: Session, model: str, samples: int) -> list[Figure]:
     setting = Setting.make(model, samples, session.coll)
     names = [*session.impls, *session.plan.peers]
     async with AsyncExitStack() as stack:
@@ -241,7 +242,7 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
 
 def _completed(
     records: list[Record], extras: list[dict[str, _Extras]] | None, *, batch: int, nbytes: int
-) -> list[Record]:
+) -> list[Figure]:
     """Return records with the extra figures of all ranks, then one for each thread."""
     found = []
     by_thread = []
@@ -249,14 +250,14 @@ def _completed(
         here = [_Extras(*extra[record.impl]) for extra in extras or []]
         cpu = {name: max(e.cpu.get(name, 0.0) for e in here) for name in {name for e in here for name in e.cpu}}
         by_thread += [
-            Record(f"{record.op}:cpu", record.impl, record.ranks, batch=batch, thread=name, cpu=seconds)
+            Figure(f"{record.op}:cpu", record.impl, record.ranks, batch=batch, thread=name, cpu=seconds)
             for name, seconds in sorted(cpu.items(), key=lambda item: -item[1])
             if seconds >= _LEAST_CPU or name == threads.OTHERS
         ]
         overlaps = [extra.overlap for extra in here if extra.overlap is not None]
         lags = [extra.loop_lag for extra in here if extra.loop_lag is not None]
         found.append(
-            replace(
+            figure(
                 record,
                 nbytes=nbytes,
                 batch=batch,

@@ -1,7 +1,4 @@
-"""`aiodist bench OP`: checks the options and starts the ranks; loads no torch.
-
-Other suites of benchmarks, with their own commands, also use `Options` and `run`.
-"""
+"""`aiodist bench OP`: checks the options and starts the ranks; loads no torch."""
 
 from __future__ import annotations
 
@@ -9,37 +6,23 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
-from aiodist.bench.plan import BENCHMARKS, DTYPES, IMPLS, PEERS, Benchmark, Plan, parse_names, parse_sizes
+from aiodist.bench.plan import COLLECTIVES, DTYPES, IMPLS, PEERS, Plan, parse_names, parse_sizes, writable
 from aiodist.env import variables
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def called(command: typer.Typer, args: list[str], name: str) -> int:
-    """Run a command; return the exit code, which is 2 for invalid arguments."""
-    try:
-        command(args=args, prog_name=name)
-    except AiodistError as error:
-        print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
-
-
-_MPI = ("mpi4py", "mpi")
+_REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 
 
 class Options(NamedTuple):
-    """The options as typed; None is the default of the benchmark."""
+    """The options of all benchmarks as typed; None is the default of the benchmark."""
 
     ranks: int | None = None
     sizes: str | None = None
@@ -50,16 +33,13 @@ class Options(NamedTuple):
     dtype: str = "float32"
     repeat: int | None = None
     mpi: str = "auto"
-    own: Mapping[str, Any] = {}  # options of some benchmarks only
 
 
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Number of ranks; default: 2.")]
 Sizes = Annotated[
     str | None,
     typer.Option(
-        "--sizes",
-        metavar="64,1KiB,64MiB",
-        help="Sizes of one rank's input; default: 2^8 to 2^23 elements and a few more.",
+        metavar="64,1KiB,64MiB", help="Sizes of one rank's input; default: 2^8 to 2^23 elements and a few more."
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the records to FILE.")]
@@ -73,7 +53,7 @@ Mpi = Annotated[
 
 @app.command()
 def bench(  # noqa: PLR0913 - one for each option
-    op: Annotated[str, typer.Argument(metavar="OP", help=f"The operation to measure: {', '.join(BENCHMARKS)}.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"The operation to measure: {', '.join(COLLECTIVES)}.")],
     ranks: Ranks = None,
     sizes: Sizes = None,
     impl: Annotated[
@@ -91,58 +71,59 @@ def bench(  # noqa: PLR0913 - one for each option
     mpi: Mpi = "auto",
 ) -> None:
     """Measure an operation on N ranks of this host, and plain library calls in the same processes."""
-    options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi)
-    raise typer.Exit(run(op, BENCHMARKS, options))
+    if op not in COLLECTIVES:
+        raise ConfigError(f"{op}: expected one of {', '.join(COLLECTIVES)}")
+    todo = planned(op, Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi))
+    raise typer.Exit(asyncio.run(todo.start("aiodist.bench.worker", todo.ranks, mpi=mpi)))
 
 
-def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
-    """Measure `op` of `benchmarks` on ranks of this host; return the exit code."""
-    if op not in benchmarks:
-        raise ConfigError(f"{op}: expected one of {', '.join(benchmarks)}")
+def planned(
+    op: str,
+    options: Options,
+    impls: Sequence[str] = IMPLS,
+    peers: Sequence[str] = PEERS,
+    usual: Sequence[str] = ("auto",),
+    *,
+    sized: bool = True,
+) -> Plan:
+    """Return the plan for the options; raise `ConfigError` for invalid ones.
+
+    `impls` and `peers` are the known names, `usual` the default implementations. True for `sized` allows `--sizes`,
+    `--dtype` and `--plot`.
+    """
     if options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
-    benchmark = benchmarks[op]
     with_mpi = find_mpi(options.mpi, variables().get("PATH", os.defpath)) is not None
+    no_peers = options.against == "none" and "none" not in peers
     plan = Plan(
         op=op,
         ranks=options.ranks or 2,
-        impls=_chosen("--impl", options.impl, benchmark.impls, benchmark.default_impls, with_mpi=with_mpi),
-        peers=()
-        if options.against == "none" and "none" not in benchmark.peers
-        else _chosen("--against", options.against, benchmark.peers, benchmark.peers, with_mpi=with_mpi),
-        sizes=benchmark.sizes if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
-        module=benchmark.module,
-        targets=benchmark.targets,
+        impls=_chosen("--impl", options.impl, impls, usual, with_mpi=with_mpi),
+        peers=() if no_peers else _chosen("--against", options.against, peers, peers, with_mpi=with_mpi),
+        sizes=None if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
         dtype=options.dtype,
         repeat=options.repeat,
         json=writable("--json", options.json),
         plot=writable("--plot", options.plot),
         width=max(100, shutil.get_terminal_size((120, 40)).columns),
-        own=options.own,
     )
-    _check(plan, benchmark)
-    benchmark.check(plan)
-    return asyncio.run(plan.start("aiodist.bench.worker", plan.ranks, mpi=options.mpi))
-
-
-def _check(plan: Plan, benchmark: Benchmark) -> None:
-    """Raise `ConfigError` for options that exclude each other."""
     if "local" in plan.impls and plan.ranks > 1:
         raise ConfigError(f"--impl local: it has one process, and this is measured on {plan.ranks} ranks")
-    if plan.sizes is not None and (plan.op == "barrier" or not benchmark.sized):
-        raise ConfigError(f"--sizes: {plan.op} has no sizes")
-    if plan.dtype != "float32" and not benchmark.sized:
-        raise ConfigError(f"--dtype: {plan.op} is measured with float32")
-    if plan.dtype == "bool" and plan.op in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
-        raise ConfigError(f"--dtype bool: a {plan.op} is measured as a sum, which bool has not")
+    if plan.sizes is not None and (op == "barrier" or not sized):
+        raise ConfigError(f"--sizes: {op} has no sizes")
+    if plan.dtype != "float32" and not sized:
+        raise ConfigError(f"--dtype: {op} is measured with float32")
+    if plan.dtype == "bool" and op in _REDUCTIONS:
+        raise ConfigError(f"--dtype bool: a {op} is measured as a sum, which bool has not")
     if plan.plot is not None:
-        if not plan.plot.endswith((".png", ".svg")):
-            raise ConfigError(f"--plot {os.path.relpath(plan.plot)}: expected FILE.png or FILE.svg")
         from aiodist.bench.plots import check_plot
 
-        if not benchmark.sized:
-            raise ConfigError(f"--plot: {plan.op} has no sizes to draw by")
+        if not plan.plot.endswith((".png", ".svg")):
+            raise ConfigError(f"--plot {os.path.relpath(plan.plot)}: expected FILE.png or FILE.svg")
+        if not sized:
+            raise ConfigError(f"--plot: {op} has no sizes to draw by")
         check_plot()
+    return plan
 
 
 def _chosen(
@@ -150,19 +131,19 @@ def _chosen(
 ) -> tuple[str, ...]:
     """Return the given names, or the default names that this host can measure."""
     names = tuple(usual) if given is None else parse_names(option, given, known)
-    if lacking := [name for name in names if name in _MPI and not with_mpi]:
-        if given is not None:
-            raise ConfigError(f"{option} {lacking[0]}: no MPI was found to start the ranks with")
-        return tuple([name for name in names if name not in _MPI])
-    return names
+    of_mpi = [name for name in names if name in ("mpi4py", "mpi") and not with_mpi]
+    if of_mpi and given is not None:
+        raise ConfigError(f"{option} {of_mpi[0]}: no MPI was found to start the ranks with")
+    return tuple([name for name in names if name not in of_mpi])
 
 
-def writable(option: str, path: Path | None) -> str | None:
-    """Return the absolute path of a file; raise `ConfigError` before the run if the file cannot be written."""
-    if path is None:
-        return None
-    absolute = path.absolute()
-    there = absolute if absolute.exists() else absolute.parent
-    if absolute.is_dir() or absolute.parent.is_file() or not os.access(there, os.W_OK):
-        raise ConfigError(f"{option} {path}: expected a file that can be written")
-    return str(absolute)
+def called(command: typer.Typer, args: list[str], name: str) -> int:
+    """Run a command; return the exit code, which is 2 for invalid arguments."""
+    try:
+        command(args=args, prog_name=name)
+    except AiodistError as error:
+        print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0

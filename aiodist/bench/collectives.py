@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiodist.bench.peers import Buffers
+from aiodist.bench.peers import ROOT, Buffers
 from aiodist.bench.plan import default_sizes
 from aiodist.bench.timing import OVERWRITTEN_BYTES, Contender, interleaved, pace
 
@@ -25,20 +25,19 @@ _WITHOUT_IMPL = frozenset({"barrier", "sendrecv"})
 
 async def measure(session: Session) -> list[Record]:
     """Measure the operation at every size of the plan."""
-    op = session.plan.op
-    sizes: tuple[int, ...] = (0,)
-    if op != "barrier":
-        sizes = session.plan.sizes or default_sizes(session.dtype.itemsize)
+    op, sizes = session.plan.op, session.plan.sizes or default_sizes(session.dtype.itemsize)
     records = []
-    for nbytes in sizes:
+    for nbytes in (0,) if op == "barrier" else sizes:
         records += await measure_size(session, op, nbytes)
     return records
 
 
-async def measure_size(session: Session, op: str, nbytes: int, *, name: str | None = None) -> list[Record]:
-    """Measure `op` on `nbytes` of input of each rank; `name` of the records defaults to `op`."""
-    found = contenders(session, op, nbytes)
+async def measure_size(
+    session: Session, op: str, nbytes: int, *, name: str | None = None, others: Sequence[Contender] = ()
+) -> list[Record]:
+    """Measure `op` on `nbytes` of input of each rank, in turn with `others`; `name` of the records defaults to `op`."""
     measured = buffers(session, op, nbytes).t.nbytes
+    found = [*contenders(session, op, nbytes), *others]
     times = await interleaved(found, session.fence, pace(measured, session.plan.repeat))
     return await session.timed(name or op, measured, times)
 
@@ -61,10 +60,6 @@ def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
         for i in range(len(peer.contenders(op, buffers(session, op, nbytes)))):
             made = buffers(session, op, nbytes)
             found.append(replace(peer.contenders(op, made)[i], overwrite=overwriting(made)))
-    if "copy" in session.plan.peers:
-        made = buffers(session, op, nbytes)
-        other = torch.empty_like(made.t)
-        found.append(Contender("copy", partial(other.copy_, made.t), overwrite=overwriting(made)))
     return found
 
 
@@ -83,9 +78,9 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
     block = max(1, numel // ranks)
     if op in _CUT:
         numel = block * ranks
-    filled = {
+    out = {
         "allgather": numel * ranks,
-        "gather": numel * ranks if rank == 0 else None,
+        "gather": numel * ranks if rank == ROOT else None,
         "scatter": block,
         "reduce_scatter": block,
         "alltoall": numel,
@@ -93,25 +88,22 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
         "sendrecv": numel,
     }.get(op)
     # written once, so that the memory exists; a sum of zeros stays zero
-    t = torch.full((numel,), 0, dtype=session.dtype, device="cpu")
-    return Buffers(
-        rank, ranks, t, None if filled is None else torch.full((filled,), 0, dtype=session.dtype, device="cpu")
-    )
+    zeros = partial(torch.full, fill_value=0, dtype=session.dtype, device="cpu")
+    return Buffers(rank, ranks, zeros((numel,)), None if out is None else zeros((out,)))
 
 
 def ours(coll: Communicator, op: str, b: Buffers, keywords: dict[str, str]) -> Callable[[], Any]:
     """Return a call of aiodist, with `out=` if the operation takes it."""
     call: Callable[..., Any] = getattr(coll, op)
-    dst, src = b.neighbours
-    own: dict[str, tuple[Any, ...]] = {
+    arguments: dict[str, tuple[Any, ...]] = {
         "barrier": (),
-        "sendrecv": (b.t, dst, src),
-        "scatter": (b.blocks(b.t) if b.is_root else None, b.root),
+        "sendrecv": (b.t, *b.neighbours),
+        "scatter": (b.blocks(b.t) if b.rank == ROOT else None, ROOT),
         "alltoall": (b.blocks(b.t),),
-        "broadcast": (b.t, b.root),
-        "gather": (b.t, b.root),
+        "broadcast": (b.t, ROOT),
+        "gather": (b.t, ROOT),
     }
-    given: dict[str, Any] = {**keywords, **({"root": b.root} if op == "reduce" else {})}
+    given: dict[str, Any] = {**keywords, **({"root": ROOT} if op == "reduce" else {})}
     if b.out is not None:
         given["out"] = b.blocks(b.out) if op == "alltoall" else b.out
-    return partial(call, *own.get(op, (b.t,)), **given)
+    return partial(call, *arguments.get(op, (b.t,)), **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,10 +18,10 @@ from aiodist.errors import BackendUnavailable, ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch._C._distributed_c10d import Store
 
     from aiodist.communicator import Communicator
 
+ROOT = 0
 _MPI_DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -37,22 +37,10 @@ class Buffers:
     size: int
     t: Tensor
     out: Tensor | None
-    root: int = 0
 
-    @property
-    def filled(self) -> Tensor:
-        """The separate result."""
-        assert self.out is not None
-        return self.out
-
-    def blocks(self, t: Tensor) -> list[Tensor]:
+    def blocks(self, t: Tensor | None) -> list[Tensor] | None:
         """Return the blocks of `t`, one for each rank."""
-        return list(t.chunk(self.size))
-
-    @property
-    def is_root(self) -> bool:
-        """True on the root."""
-        return self.rank == self.root
+        return None if t is None else list(t.chunk(self.size))
 
     @property
     def neighbours(self) -> tuple[int, int]:
@@ -60,175 +48,156 @@ class Buffers:
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
 
-class Mpi4py:
-    """mpi4py on a duplicate of COMM_WORLD."""
+@dataclass(frozen=True)
+class OtherLibrary:
+    """Another library, open on the ranks of a communicator."""
 
-    def __init__(self) -> None:
+    name: str
+    version: str
+    contenders: Callable[[str, Buffers], list[Contender]]
+    """Returns the library's forms of an operation, none if it has no such operation."""
+    barrier: Callable[[], object]
+    native: Any
+    """mpi4py's communicator, or the module `torch.distributed`."""
+
+
+@asynccontextmanager
+async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[OtherLibrary]]:
+    """Open peers over the ranks of `coll`, and release them at the end; all ranks must enter.
+
+    A name without a library is skipped: its benchmark needs none, or opens it.
+    """
+    openers = {"mpi4py": _mpi4py, "mpi": _mpi4py, "gloo": _gloo, "ddp": _gloo}
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(openers[name](coll)) for name in names if name in openers]
+
+
+# --- mpi4py ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _mpi4py(coll: Communicator) -> AsyncIterator[OtherLibrary]:
+    """Open mpi4py on a duplicate of COMM_WORLD."""
+    try:
         from mpi4py import MPI
+    except ImportError as error:
+        raise BackendUnavailable(f"--against mpi4py: {error}") from error
+    starts = not MPI.Is_initialized()  # aiodist uses another backend
+    if starts:
+        await asyncio.to_thread(MPI.Init_thread, MPI.THREAD_MULTIPLE)
+    comm = await asyncio.to_thread(MPI.COMM_WORLD.Dup)
+    if (comm.size, comm.rank) != (coll.size, coll.rank):
+        raise ConfigError(
+            f"--against mpi4py: rank {coll.rank} of {coll.size} is rank {comm.rank} of {comm.size} in MPI; "
+            "start the ranks with an mpirun"
+        )
 
-        self._mpi = MPI
-        self._started = not MPI.Is_initialized()
-        if self._started:  # aiodist uses another backend
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
-        library = MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0]
-        self.described = f"mpi4py {metadata.version('mpi4py')} over {' '.join(library.split())}"
-
-    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+    def contenders(op: str, b: Buffers) -> list[Contender]:
         """Return the blocking and the non-blocking form."""
-        if op != "barrier" and buffers.t.dtype not in _MPI_DTYPES:
+        if op != "barrier" and b.t.dtype not in _MPI_DTYPES:
             return []
-        blocking, started = _mpi_calls(self.comm, op, self._mpi.IN_PLACE, buffers)
+        blocking, started = _mpi_calls(comm, op, MPI.IN_PLACE, b)
         return [Contender(f"mpi4py:{op}", blocking), Contender(f"mpi4py:i{op}", started)]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.comm.Barrier()
-
-    def close(self) -> None:
-        """Release the library."""
-        self.comm.Free()
-        if self._started:
-            self._mpi.Finalize()
-
-
-_Calls = tuple[Callable[[], Any], Callable[[], Any]]
+    library = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
+    try:
+        version = f"mpi4py {metadata.version('mpi4py')} over {library}"
+        yield OtherLibrary("mpi4py", version, contenders, comm.Barrier, comm)
+    finally:
+        comm.Free()
+        if starts:
+            MPI.Finalize()
 
 
-def _mpi_calls(comm: MPI.Intracomm, op: str, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    """Return a blocking call, and the non-blocking call with a wait; `here` is MPI's IN_PLACE."""
+def _mpi_calls(
+    comm: MPI.Intracomm,
+    op: str,
+    here: Any,  # noqa: ANN401  - MPI's IN_PLACE
+    b: Buffers,
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return a blocking call, and the non-blocking call with a wait."""
     if op == "barrier":
         return comm.Barrier, lambda: comm.Ibarrier().Wait()
+    t, out, at_root = b.t.numpy(), None if b.out is None else b.out.numpy(), b.rank == ROOT
     if op == "sendrecv":
-        return _mpi_sendrecv(comm, b)
-    t, out = b.t.numpy(), None if b.out is None else b.out.numpy()
+        dst, src = b.neighbours
+
+        def sendrecv() -> None:
+            receiving = comm.Irecv(out, src)
+            comm.Isend(t, dst).Wait()
+            receiving.Wait()
+
+        return lambda: comm.Sendrecv(t, dst, recvbuf=out, source=src), sendrecv
     name, arguments = {
         "allreduce": ("Allreduce", (here, t)),
         "broadcast": ("Bcast", (t,)),
-        "reduce": ("Reduce", (here, t) if b.is_root else (t, None)),
+        "reduce": ("Reduce", (here, t) if at_root else (t, None)),
         "allgather": ("Allgather", (t, out)),
-        "gather": ("Gather", (t, out if b.is_root else None)),
-        "scatter": ("Scatter", (t if b.is_root else None, out)),
+        "gather": ("Gather", (t, out)),
+        "scatter": ("Scatter", (t if at_root else None, out)),
         "reduce_scatter": ("Reduce_scatter_block", (t, out)),
         "alltoall": ("Alltoall", (t, out)),
         "alltoall_single": ("Alltoall", (t, out)),
         "scan": ("Scan", (here, t)),
         "exscan": ("Exscan", (here, t)),
     }[op]
-    rooted = {"root": b.root} if op in ("broadcast", "reduce", "gather", "scatter") else {}
+    rooted = {"root": ROOT} if op in ("broadcast", "reduce", "gather", "scatter") else {}
     blocking, started = getattr(comm, name), getattr(comm, f"I{name.lower()}")
     return lambda: blocking(*arguments, **rooted), lambda: started(*arguments, **rooted).Wait()
 
 
-def _mpi_sendrecv(comm: MPI.Intracomm, b: Buffers) -> _Calls:
-    t, out, (dst, src) = b.t.numpy(), b.filled.numpy(), b.neighbours
-
-    def started() -> None:
-        receiving = comm.Irecv(out, src)
-        comm.Isend(t, dst).Wait()
-        receiving.Wait()
-
-    return lambda: comm.Sendrecv(t, dst, recvbuf=out, source=src), started
-
-
-class Gloo:
-    """torch.distributed with its gloo backend, as the default process group."""
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        import torch.distributed as dist
-
-        self.dist = dist
-        self.described = f"gloo of torch {torch.__version__}"
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
-    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        """Return the blocking form."""
-        if op != "barrier" and buffers.t.dtype not in _GLOO_DTYPES:
-            return []
-        call = _gloo_call(self.dist, op, buffers)
-        return [] if call is None else [Contender("gloo", call)]
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.dist.barrier()
-
-    def close(self) -> None:
-        """Release the library."""
-        self.dist.destroy_process_group()
-
-
-def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # noqa: ANN401
-    t, out, root = b.t, b.out, b.root
-    calls: dict[str, Callable[[], Any]] = {
-        "allreduce": lambda: dist.all_reduce(t),
-        "broadcast": lambda: dist.broadcast(t, root),
-        "reduce": lambda: dist.reduce(t, root),
-        "allgather": lambda: dist.all_gather_into_tensor(out, t),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, t),
-        "alltoall": lambda: dist.all_to_all_single(out, t),
-        "alltoall_single": lambda: dist.all_to_all_single(out, t),
-        "barrier": dist.barrier,
-    }
-    if op == "gather":
-        received = b.blocks(b.filled) if b.is_root else None
-        calls["gather"] = lambda: dist.gather(t, received, root)
-    elif op == "scatter":
-        sent = b.blocks(t) if b.is_root else None
-        calls["scatter"] = lambda: dist.scatter(out, sent, root)
-    elif op == "sendrecv" and b.size > 1:  # gloo cannot send to the same rank
-        dst, src = b.neighbours
-
-        def sendrecv() -> None:
-            sending, receiving = dist.isend(t, dst), dist.irecv(out, src)
-            sending.wait()
-            receiving.wait()
-
-        calls["sendrecv"] = sendrecv
-    return calls.get(op)
-
-
-Peer = Mpi4py | Gloo
+# --- torch.distributed -----------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
-    """Open peers over the ranks of `coll`, and release them at the end; all ranks must enter."""
-    openers: dict[str, Callable[[Communicator], Awaitable[Peer]]]
-    openers = {"mpi4py": _open_mpi4py, "mpi": _open_mpi4py, "gloo": _open_gloo, "ddp": _open_gloo}
-    async with AsyncExitStack() as stack:
-        peers = []
-        for name in names:
-            if name in openers:  # others need no library, or their benchmark opens it
-                peers.append(await openers[name](coll))
-                stack.callback(peers[-1].close)
-        yield peers
-
-
-async def _open_mpi4py(coll: Communicator) -> Mpi4py:
-    try:
-        peer = await asyncio.to_thread(Mpi4py)
-    except ImportError as error:
-        raise BackendUnavailable(f"--against mpi4py: {error}") from error
-    if peer.comm.size != coll.size or peer.comm.rank != coll.rank:
-        raise ConfigError(
-            f"--against mpi4py: rank {coll.rank} of {coll.size} is rank {peer.comm.rank} of {peer.comm.size} in MPI; "
-            "start the ranks with an mpirun"
-        )
-    return peer
-
-
-async def _open_gloo(coll: Communicator) -> Gloo:
+async def _gloo(coll: Communicator) -> AsyncIterator[OtherLibrary]:
+    """Open torch.distributed with its gloo backend, as the default process group."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
     if not dist.is_available() or not dist.is_gloo_available():
         raise BackendUnavailable("--against gloo: this torch was built without it")
     host = "127.0.0.1" if coll.nodes == 1 else socket.gethostname()
-    store = None
-    if coll.rank == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    told = await coll.broadcast_object(None if store is None else (host, store.port))
-    assert told is not None
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if coll.rank == 0 else None
+    host, port = await coll.broadcast_object((host, 0 if store is None else store.port))
     if store is None:
-        store = await asyncio.to_thread(TCPStore, *told, is_master=False, wait_for_workers=False)
-    return await asyncio.to_thread(Gloo, store, coll.rank, coll.size)
+        store = await asyncio.to_thread(TCPStore, host, port, is_master=False, wait_for_workers=False)
+    await asyncio.to_thread(dist.init_process_group, "gloo", store=store, rank=coll.rank, world_size=coll.size)
+
+    def contenders(op: str, b: Buffers) -> list[Contender]:
+        """Return the blocking form."""
+        if op != "barrier" and b.t.dtype not in _GLOO_DTYPES:
+            return []
+        call = _gloo_call(dist, op, b)
+        return [] if call is None else [Contender("gloo", call)]
+
+    try:
+        yield OtherLibrary("gloo", f"gloo of torch {torch.__version__}", contenders, dist.barrier, dist)
+    finally:
+        dist.destroy_process_group()
+
+
+def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # noqa: ANN401
+    """Return a blocking call; gloo has no scan, and cannot send to the same rank."""
+    t, out, (dst, src) = b.t, b.out, b.neighbours
+
+    def sendrecv() -> None:
+        sending, receiving = dist.isend(t, dst), dist.irecv(out, src)
+        sending.wait()
+        receiving.wait()
+
+    received, sent = b.blocks(out), b.blocks(t) if b.rank == ROOT else None
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: dist.all_reduce(t),
+        "broadcast": lambda: dist.broadcast(t, ROOT),
+        "reduce": lambda: dist.reduce(t, ROOT),
+        "allgather": lambda: dist.all_gather_into_tensor(out, t),
+        "gather": lambda: dist.gather(t, received, ROOT),
+        "scatter": lambda: dist.scatter(out, sent, ROOT),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, t),
+        "alltoall": lambda: dist.all_to_all_single(out, t),
+        "alltoall_single": lambda: dist.all_to_all_single(out, t),
+        "barrier": dist.barrier,
+        **({"sendrecv": sendrecv} if b.size > 1 else {}),
+    }
+    return calls.get(op)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 
+COLLECTIVES = (
+    *("allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter"),
+    *("alltoall", "alltoall_single", "scan", "exscan", "sendrecv", "barrier"),
+)
 BACKENDS = ("mpi", "gloo", "local")
 SCHEDULES = ("ring", "doubling", "halving", "tree", "chain", "bruck", "direct")
 IMPLS = ("auto", "arena", "shm", "hierarchical", "leaders", *SCHEDULES, *BACKENDS)
-PEERS = ("mpi4py", "gloo", "copy")
+PEERS = ("mpi4py", "gloo")
 DTYPES = {
     **{"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8},
     **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16},
@@ -69,45 +74,14 @@ class Plan(Errand):
     impls: tuple[str, ...]
     peers: tuple[str, ...]
     sizes: tuple[int, ...] | None = None
-    """Sizes in bytes; None: the sizes of the module."""
-    module: str = "aiodist.bench.collectives"
-    """The module with `async def measure(session) -> list[Record]`."""
-    targets: str | None = None
-    """The module with `reached(records) -> list[Table]`, for targets."""
+    """Sizes in bytes; None: the default of the operation."""
     dtype: str = "float32"
     repeat: int | None = None
     """Samples of each figure; None: a default for the size."""
     json: str | None = None
     plot: str | None = None
     width: int = 120
-    own: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this benchmark only."""
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark; only ranks import its module."""
-
-    module: str = "aiodist.bench.collectives"
-    impls: tuple[str, ...] = IMPLS
-    """Possible values of `--impl`."""
-    peers: tuple[str, ...] = PEERS
-    """Possible values of `--against`, and the default."""
-    default_impls: tuple[str, ...] = ("auto",)
-    sizes: tuple[int, ...] | None = None
-    """Default sizes in bytes; None: the module's."""
-    sized: bool = True
-    """True allows `--sizes` and `--plot`."""
-    check: Callable[[Plan], None] = lambda plan: None
-    """Raises `ConfigError` for invalid own options."""
-    targets: str | None = None
-
-
-COLLECTIVES = (
-    *("allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter"),
-    *("alltoall", "alltoall_single", "scan", "exscan", "sendrecv", "barrier"),
-)
-BENCHMARKS = {name: Benchmark() for name in COLLECTIVES}
+    """Columns of the terminal."""
 
 
 def parse_sizes(text: str, itemsize: int) -> tuple[int, ...]:
@@ -129,6 +103,11 @@ def parse_sizes(text: str, itemsize: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def default_sizes(itemsize: int) -> tuple[int, ...]:
+    """Return 2^8 to 2^23 elements, each plus an odd kick, in bytes."""
+    return tuple([((1 << power) + _KICK) * itemsize for power in range(8, 24)])
+
+
 def parse_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     """Return the names in a list such as `auto,mpi`, each once; raise `ConfigError` for one that is not `known`.
 
@@ -142,6 +121,12 @@ def parse_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]
     return names
 
 
-def default_sizes(itemsize: int) -> tuple[int, ...]:
-    """Return 2^8 to 2^23 elements, each plus an odd kick, in bytes."""
-    return tuple([((1 << power) + _KICK) * itemsize for power in range(8, 24)])
+def writable(option: str, path: Path | None) -> str | None:
+    """Return the absolute path of a file; raise `ConfigError` before the run if the file cannot be written."""
+    if path is None:
+        return None
+    absolute = path.absolute()
+    there = absolute if absolute.exists() else absolute.parent
+    if absolute.is_dir() or absolute.parent.is_file() or not os.access(there, os.W_OK):
+        raise ConfigError(f"{option} {path}: expected a file that can be written")
+    return str(absolute)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from aiodist.errors import BackendUnavailable
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import os
 
     from matplotlib.axes import Axes
+
+    from aiodist.bench.records import Record
 
 _STYLE: dict[Any, Any] = {
     "axes.grid": True,
@@ -47,23 +49,21 @@ def picture(
         figure.savefig(path, metadata={"Date": None})
 
 
-def lines(
-    axes: Axes,
-    points: Sequence[tuple[str, float, float | None]],
-    x: str,
-    y: str,
-    styles: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:
-    """Draw a line for each name through its points, on logarithmic scales, or on linear ones if every x is 0.
-
-    Lines of aiodist are solid, the others dashed; `styles` overrides the style of a name.
-    """
-    for name in dict.fromkeys(point[0] for point in points):
-        mine = sorted((at, value) for one, at, value in points if one == name and value)
-        style = {"marker": "o", "linestyle": "-" if name.startswith("aiodist:") else "--", **styles.get(name, {})}
-        axes.plot([at for at, _ in mine], [value for _, value in mine], label=name, **style)
-    if any(at for _, at, _ in points):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+def plot(records: Sequence[Record], op: str, path: str) -> None:
+    """Draw time and bus bandwidth of `op` by size into `path`: aiodist's lines are solid, those of others dashed."""
+    shown = [one for one in records if one.op == op and one.seconds]
+    with picture(path, columns=2 if any(one.busbw_gbps for one in shown) else 1) as (panels,):
+        for axes, label in zip(panels, ("us", "bus bandwidth, GB/s"), strict=False):
+            for impl in dict.fromkeys(one.impl for one in shown):
+                mine = sorted((one for one in shown if one.impl == impl), key=lambda one: one.nbytes or 0)
+                values = [(one.seconds or 0.0) * 1e6 if label == "us" else one.busbw_gbps or nan for one in mine]
+                style = "o-" if impl.startswith("aiodist:") else "o--"
+                axes.plot([one.nbytes or 0 for one in mine], values, style, label=impl)
+            if any(one.nbytes for one in shown):
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+            axes.set_xlabel("input of one rank, bytes")
+            axes.set_ylabel(label)
+        panels[0].set_title(f"{op}, {shown[0].ranks if shown else 0} ranks")
+        if shown:
+            panels[-1].legend()

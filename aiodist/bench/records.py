@@ -1,20 +1,18 @@
-"""Records of measurements, as JSON, a table and a plot."""
+"""Records of measurements, as JSON and as a table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.table import Table
-
-from aiodist.bench.plots import lines, picture
 
 # the factors of nccl-tests from algorithm to bus bandwidth; scan and exscan have that of reduce
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 # operations for which nccl-tests counts the inputs of all ranks
 _TOGETHER = frozenset({"allgather", "gather"})
-_OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule", "thread", "cpu"})
 
 
 @dataclass(frozen=True)
@@ -36,23 +34,15 @@ class Record:
     affinity: tuple[int, ...] | None = None
     """The cores of the rank."""
     torch_threads: int | None = None
-    value: float | None = None
-    """A figure that is no time. JSON has this field and the next ones only if they are set."""
-    batch: int | None = None
-    """Training samples of one rank in a step."""
-    overlap: float | None = None
-    """The share of communication during computation, of the rank with the least."""
-    loop_lag: float | None = None
-    """The lateness of a 1 ms ticker on the loop, in seconds: the 99th percentile, of the latest rank."""
-    rule: str | None = None
-    """The rule of a parameter server."""
-    thread: str | None = None
-    cpu: float | None = None
-    """CPU seconds of `thread` in one operation, of the rank with the most."""
+
+    @property
+    def case(self) -> tuple[object, ...]:
+        """Key of the records that are compared."""
+        return self.op, self.nbytes
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields of the JSON."""
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in _OPTIONAL}
+        return asdict(self)
 
 
 def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float | None, float | None]:
@@ -110,55 +100,30 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds:.3g} s"
 
 
-def _text(value: object) -> str:
+def plain_text(value: object) -> str:
+    """Return a value with three digits; None is empty."""
     return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-_COLUMNS = (
-    *(("op", "op", str), ("input", "nbytes", size_text), ("batch", "batch", _text), ("rule", "rule", _text)),
-    *(("impl", "impl", str), ("thread", "thread", _text), ("median", "seconds", seconds_text)),
-    *(("mean", "mean", seconds_text), ("p99", "p99", seconds_text), ("algbw GB/s", "algbw_gbps", _text)),
-    *(("busbw GB/s", "busbw_gbps", _text), ("CPU", "cpu", seconds_text), ("overlap", "overlap", _text)),
-    *(("loop lag", "loop_lag", seconds_text), ("value", "value", _text)),
+Column = tuple[str, str, Callable[[Any], str]]
+COLUMNS: tuple[Column, ...] = (
+    *(("op", "op", str), ("input", "nbytes", size_text), ("impl", "impl", str), ("median", "seconds", seconds_text)),
+    *(("mean", "mean", seconds_text), ("p99", "p99", seconds_text)),
+    *(("algbw GB/s", "algbw_gbps", plain_text), ("busbw GB/s", "busbw_gbps", plain_text)),
 )
-"""Columns of the table: heading, field, and format; a column without values is skipped."""
+"""Columns of the table: heading, field, and format."""
 
 
-def table(records: Sequence[Record], title: str) -> Table:
-    """Return a row for each record; the fastest of each operation and size is bold."""
+def table(records: Sequence[Record], title: str, known: Sequence[Column] = COLUMNS) -> Table:
+    """Return a row for each record, with the `known` columns that have values; the fastest of each case is bold."""
     result = Table(title=title, title_justify="left")
-    columns = [
-        (name, field, text) for name, field, text in _COLUMNS if any(text(getattr(one, field)) for one in records)
-    ]
-    for name, _, _ in columns:
-        result.add_column(name, justify="left" if name in ("op", "impl", "thread") else "right", no_wrap=True)
-    best: dict[object, list[float]] = {}
-    for one in records:
-        if one.seconds is not None:
-            best.setdefault(_case(one), []).append(one.seconds)
+    columns = [column for column in known if any(column[2](getattr(one, column[1])) for one in records)]
+    for name, field, _ in columns:
+        result.add_column(name, justify="left" if field in ("op", "impl", "thread") else "right", no_wrap=True)
     for number, one in enumerate(records):
-        if number and _case(one) != _case(records[number - 1]):
+        if number and one.case != records[number - 1].case:
             result.add_section()
-        beside = best.get(_case(one), [])
-        is_best = len(beside) > 1 and one.seconds == min(beside)
-        result.add_row(*[text(getattr(one, field)) for _, field, text in columns], style="bold" if is_best else None)
+        times = [other.seconds for other in records if other.case == one.case and other.seconds is not None]
+        fastest = len(times) > 1 and one.seconds == min(times)
+        result.add_row(*[text(getattr(one, field)) for _, field, text in columns], style="bold" if fastest else None)
     return result
-
-
-def _case(one: Record) -> tuple[object, ...]:
-    """Return the key of records that are compared."""
-    return one.op, one.nbytes, one.batch, one.rule
-
-
-def plot(records: Sequence[Record], op: str, path: str) -> None:
-    """Draw time and bus bandwidth of `op` by size, one line for each implementation, into `path`."""
-    shown = [r for r in records if r.op == op and r.seconds is not None]
-    rates = [r for r in shown if r.busbw_gbps]
-    with picture(path, columns=2 if rates else 1) as (axes,):
-        bytes_of = "input of one rank, bytes"
-        lines(axes[0], [(r.impl, r.nbytes or 0, (r.seconds or 0) * 1e6) for r in shown], bytes_of, "us")
-        axes[0].set_title(f"{op}, {shown[0].ranks if shown else 0} ranks")
-        if rates:
-            lines(axes[1], [(r.impl, r.nbytes or 0, r.busbw_gbps) for r in rates], bytes_of, "bus bandwidth, GB/s")
-        if shown:
-            axes[-1].legend()

@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,22 +14,15 @@ from aiodist.bench.records import Record, bandwidths
 from aiodist.bench.timing import percentile, slowest, slowest_of_each
 
 if TYPE_CHECKING:
-    from aiodist.bench.peers import Peer
+    from aiodist.bench.peers import OtherLibrary
     from aiodist.bench.plan import Plan
     from aiodist.bench.timing import Fence
     from aiodist.communicator import Communicator
 
 
-class RankFacts(NamedTuple):
-    """Properties of a rank that times depend on."""
-
-    affinity: tuple[int, ...]
-    torch_threads: int
-
-
-def facts() -> RankFacts:
-    """Return the properties of this process."""
-    return RankFacts(tuple(sorted(os.sched_getaffinity(0))), torch.get_num_threads())
+def facts() -> tuple[tuple[int, ...], int]:
+    """Return the cores of this rank and the number of torch's threads, on which times depend."""
+    return tuple(sorted(os.sched_getaffinity(0))), torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Session:
     plan: Plan
     coll: Communicator
     impls: tuple[str, ...]
-    peers: Sequence[Peer]
+    peers: Sequence[OtherLibrary]
     fence: Fence
     """The fastest barrier of all ranks."""
     first: bool = True

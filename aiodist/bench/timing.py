@@ -12,6 +12,7 @@ from typing import Any
 WARMUPS = 10
 OVERWRITTEN_BYTES = 64 << 10
 """Bytes from which every rank overwrites its tensor before each timed call."""
+Fence = Callable[[], Awaitable[None]]  # a barrier of all ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,44 @@ def pace(nbytes: int, repeat: int | None) -> Pace:
     return Pace(repeat or usual, batch)
 
 
+async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace) -> Mapping[str, list[float]]:
+    """Return seconds per operation, a list of samples by name, after the warm-ups.
+
+    Every sample starts at a barrier of all ranks. The contenders take turns, every other round in reverse, so that a
+    disturbance of the machine affects them all.
+    """
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(pace.warmups + pace.repeat):
+        for contender in contenders if turn % 2 else reversed(contenders):
+            await fence()
+            await _timed(contender, pace.leads)
+            if contender.overwrite is None:
+                seconds = await _timed(contender, pace.batch) / pace.batch
+            else:
+                seconds = 0.0
+                for _ in range(pace.batch):
+                    await fence()
+                    contender.overwrite()
+                    await fence()
+                    seconds += await _timed(contender) / pace.batch
+            if turn >= pace.warmups:
+                samples[contender.name].append(seconds)
+    return samples
+
+
+async def _timed(contender: Contender, count: int = 1) -> float:
+    """Return the seconds of `count` operations, one after the other."""
+    once = contender.once
+    began = perf_counter()
+    if contender.awaited:
+        for _ in range(count):
+            await once()
+    else:
+        for _ in range(count):
+            once()
+    return perf_counter() - began
+
+
 def percentile(samples: Sequence[float], percent: float) -> float:
     """Return the percentile of samples, by nearest rank.
 
@@ -71,50 +110,3 @@ def slowest(samples_by_rank: Sequence[Sequence[float]]) -> int:
     """Return the rank with the largest median."""
     medians = [statistics.median(samples) if samples else -math.inf for samples in samples_by_rank]
     return medians.index(max(medians))
-
-
-Fence = Callable[[], Awaitable[None]]  # a barrier of all ranks
-
-
-async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace) -> Mapping[str, list[float]]:
-    """Return seconds per operation, a list of samples by name, after the warm-ups.
-
-    Every sample starts at a barrier of all ranks. The contenders take turns, every other round in reverse, so that a
-    disturbance of the machine affects them all.
-    """
-    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for turn in range(pace.warmups + pace.repeat):
-        for contender in contenders if turn % 2 else reversed(contenders):
-            await fence()
-            for _ in range(pace.leads):
-                await _timed(contender)
-            found = await _sample(contender, fence, pace.batch)
-            if turn >= pace.warmups:
-                samples[contender.name].append(found)
-    return samples
-
-
-async def _sample(contender: Contender, fence: Fence, batch: int) -> float:
-    """Return the mean seconds of one operation in a sample."""
-    if contender.overwrite is None:
-        return await _timed(contender, batch) / batch
-    seconds = []
-    for _ in range(batch):
-        await fence()
-        contender.overwrite()
-        await fence()
-        seconds.append(await _timed(contender))
-    return statistics.fmean(seconds)
-
-
-async def _timed(contender: Contender, count: int = 1) -> float:
-    """Return the seconds of `count` operations, one after the other."""
-    once = contender.once
-    began = perf_counter()
-    if contender.awaited:
-        for _ in range(count):
-            await once()
-    else:
-        for _ in range(count):
-            once()
-    return perf_counter() - began

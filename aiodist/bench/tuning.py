@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiodist.bench.cli import writable
-from aiodist.bench.plan import Errand, parse_names, parse_sizes
+from aiodist.bench.plan import Errand, parse_names, parse_sizes, writable
 from aiodist.types import OPERATIONS
 
 if TYPE_CHECKING:

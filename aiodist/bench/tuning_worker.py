@@ -5,7 +5,7 @@ Started as `python -m aiodist.bench.tuning_worker TUNING`, the tuning as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isqrt
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import aiodist
 from aiodist.bench import collectives
-from aiodist.bench.peers import Buffers
 from aiodist.bench.plan import Plan, carry_out
 from aiodist.bench.session import Session
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
@@ -45,55 +44,45 @@ async def main(todo: Tuning) -> None:
                 figures[seen] = seconds
                 if coll.rank == 0:
                     ranked = sorted(seconds.items(), key=lambda item: item[1])
-                    told = ", ".join(f"{name} {1e6 * time:.4g} us" for name, time in ranked)
-                    print(f"{operation} {bytes_text(nbytes)}: {told}", flush=True)  # noqa: T201
+                    shown = ", ".join(f"{name} {1e6 * time:.4g} us" for name, time in ranked)
+                    print(f"{operation} {bytes_text(nbytes)}: {shown}", flush=True)  # noqa: T201
             edits += edits_from(operation, parts_of(coll).repertoire.hosts, figures)
         if coll.rank == 0:
             _report(todo, coll, edits)
 
 
 async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int) -> tuple[int, Mapping[str, float]]:
-    """Return the size for the selector, and the seconds of each implementation on the slowest rank."""
+    """Return the size for the selector, and the seconds of each implementation on the slowest rank.
+
+    The first few samples drop the implementations that are far too slow.
+    """
     session = Session(Plan(operation, coll.size, (), ()), coll, (), (), coll.barrier)
     made = collectives.buffers(session, operation, nbytes)
-    sight = Pace(min(repeat, 5), 4 if made.t.nbytes < _SHORT_BYTES else 1, warmups=2)
-    first = await _seconds(session, operation, made, _candidates(coll, operation), sight, min)
-    hopeful = [name for name in first if first[name] <= _HOPELESS * min(first.values())]
-    usual = pace(made.t.nbytes, repeat)
-    batch = max(1, usual.batch * repeat // 60)
-    seconds = await _seconds(session, operation, made, hopeful, Pace(repeat, batch, warmups=2), median)
-    whole = made.filled if operation == "allgather" else made.t
-    return whole.nbytes, seconds
+    overwrite = collectives.overwriting(made)
 
+    async def seconds_of(
+        names: Iterable[str], pace: Pace, figure: Callable[[Sequence[float]], float]
+    ) -> dict[str, float]:
+        contenders = [
+            Contender(name, collectives.ours(coll, operation, made, {"impl": name}), awaited=True, overwrite=overwrite)
+            for name in names
+        ]
+        samples = await interleaved(contenders, coll.barrier, pace)
+        everywhere = await coll.allgather_object({name: figure(times) for name, times in samples.items()})
+        return {name: max(one[name] for one in everywhere) for name in samples}
 
-def _candidates(coll: Communicator, operation: str) -> list[str]:
-    """Return the implementations of `operation`; an allgather has two steps, which no library carries."""
-    return [
+    known = [
         offer.impl
         for offer in coll.availability()
         if (offer.operation, offer.device, offer.state) == (operation, "cpu", State.AVAILABLE)
-        and not (operation == "allgather" and offer.impl == coll.backend)
+        and not (operation == "allgather" and offer.impl == coll.backend)  # two steps, which no library carries
     ]
-
-
-async def _seconds(
-    session: Session,
-    operation: str,
-    made: Buffers,
-    names: Sequence[str],
-    pace: Pace,
-    of: Callable[[Sequence[float]], float],
-) -> Mapping[str, float]:
-    """Return `of` of the samples of each contender, the largest of all ranks; the same on all ranks."""
-    coll = session.coll
-    anew = collectives.overwriting(made)
-    contenders = [
-        Contender(name, collectives.ours(coll, operation, made, {"impl": name}), awaited=True, overwrite=anew)
-        for name in names
-    ]
-    samples = await interleaved(contenders, session.fence, pace)
-    everywhere = await coll.allgather_object({name: of(times) for name, times in samples.items()})
-    return {name: max(one[name] for one in everywhere) for name in names}
+    first = await seconds_of(known, Pace(min(repeat, 5), 4 if made.t.nbytes < _SHORT_BYTES else 1, warmups=2), min)
+    hopeful = [name for name, took in first.items() if took <= _HOPELESS * min(first.values())]
+    batch = max(1, pace(made.t.nbytes, repeat).batch * repeat // 60)
+    seconds = await seconds_of(hopeful, Pace(repeat, batch, warmups=2), median)
+    whole = made.out if operation == "allgather" and made.out is not None else made.t
+    return whole.nbytes, seconds
 
 
 def best_of(figures: Figures) -> list[tuple[int, str]]:

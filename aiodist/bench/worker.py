@@ -6,8 +6,7 @@ Started as `python -m aiodist.bench.worker PLAN`, the plan as JSON, by `aiodist 
 from __future__ import annotations
 
 import asyncio
-import importlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -15,23 +14,30 @@ import torch
 from rich.console import Console
 
 import aiodist
-from aiodist.bench import peers, records
+from aiodist.bench import collectives, peers, plots, records
 from aiodist.bench.plan import BACKENDS, Plan, carry_out
-from aiodist.bench.records import Record
+from aiodist.bench.records import COLUMNS, Column, Record
 from aiodist.bench.session import Session, facts
 from aiodist.bench.timing import Fence
 from aiodist.communicator import Communicator
 from aiodist.handles.progress import Progress
 
+Measure = Callable[[Session], Awaitable[Sequence[Record]]]
+
 
 async def main(plan: Plan) -> None:
-    """Measure the plan with the other ranks of this job."""
-    measure = importlib.import_module(plan.module).measure
+    """Measure the plan with the other ranks of this job; rank 0 writes the files and prints."""
+    if done := await measured(plan, collectives.measure):
+        report(plan, *done)
+
+
+async def measured(plan: Plan, measure: Measure) -> tuple[list[Record], list[str]] | None:
+    """Measure in a session for each backend; return on rank 0 the records, and the lines of the title."""
     found: list[Record] = []
     notes: list[str] = []
+    rank = 0
     impls_left = sorted(plan.impls, key=lambda impl: impl in BACKENDS)
     peers_left = list(plan.peers)
-    first, rank = True, 0
     while impls_left:
         async with aiodist.init(backend=impls_left[0] if impls_left[0] in BACKENDS else None) as coll:
             rank = coll.rank
@@ -42,22 +48,22 @@ async def main(plan: Plan) -> None:
             peers_left = [peer for peer in peers_left if peer not in beside]
             only_fence = ["mpi4py"] if coll.backend == "mpi" and not {"mpi4py", "mpi"} & set(beside) else []
             async with peers.opened(beside, coll) as opened, peers.opened(only_fence, coll) as fences:
+                first = not notes
                 if first:
-                    known, loop = facts(), type(asyncio.get_running_loop()).__module__.partition(".")[0]
+                    affinity, threads = facts()
+                    loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
                     over = f"{coll.size} ranks over {coll.backend} on {coll.nodes} host(s)"
-                    cores = f"cores {','.join(map(str, known.affinity))}, with {known.torch_threads} torch threads"
+                    cores = f"cores {','.join(map(str, affinity))}, with {threads} torch threads"
                     notes.append(f"{plan.op}: {over}, {plan.dtype}, {loop}")
                     versions = f"aiodist {metadata.version('aiodist')}, torch {torch.__version__}"
                     notes.append(f"rank {rank} on {cores}; {versions}")
-                notes += [peer.described for peer in opened]
-                fence = _fence(coll, [*fences, *opened])
-                found += await measure(Session(plan, coll, here, opened, fence, first=first, notes=notes))
-                first = False
-    if rank == 0:
-        _report(plan, found, "\n".join(notes))
+                notes += [peer.version for peer in opened]
+                session = Session(plan, coll, here, opened, _fence(coll, [*fences, *opened]), first=first, notes=notes)
+                found += await measure(session)
+    return None if rank else (found, notes)
 
 
-def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
+def _fence(coll: Communicator, opened: Sequence[peers.OtherLibrary]) -> Fence:
     """Return a barrier, of a peer if there is one, since that leaves no operation of aiodist pending.
 
     MPI's is the best, as it releases all ranks at the same time; gloo's threads run longer. The loop runs once before
@@ -76,16 +82,13 @@ def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
     return fence
 
 
-def _report(plan: Plan, found: list[Record], title: str) -> None:
+def report(plan: Plan, found: Sequence[Record], notes: Sequence[str], columns: Sequence[Column] = COLUMNS) -> None:
     """Write the files, then print: an error while printing loses no records."""
     if plan.json is not None:
         Path(plan.json).write_text(records.dumps(found))
     if plan.plot is not None:
-        records.plot(found, plan.op, plan.plot)
-    console = Console(width=plan.width, highlight=False)
-    console.print(records.table(found, title))
-    if plan.targets is not None:
-        console.print(*importlib.import_module(plan.targets).reached(found))
+        plots.plot(found, plan.op, plan.plot)
+    Console(width=plan.width, highlight=False).print(records.table(found, "\n".join(notes), columns))
 
 
 if __name__ == "__main__":

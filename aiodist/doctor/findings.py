@@ -60,7 +60,8 @@ class Report:
 
         echo = partial(console.print, soft_wrap=True, highlight=False, emoji=False)
         echo(escape(self.verdict), style="bold green" if self.usable else "bold red")
-        problems, fine = {}, {}
+        problems: dict[str, Finding] = {}
+        fine: dict[str, dict[str, Finding]] = {}
         for title, found in self.findings.items():
             where = f"{title}, " if len(self.findings) > 1 else ""
             problems |= {f"{where}{name}": one for name, one in found.items() if one.state is not State.OK}

@@ -143,7 +143,7 @@ def examine(environ: Mapping[str, str], choice: str = "auto") -> Report:
             ways = f"{carrier} alone, without shared memory: {said['separate']}"
         devices = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus else "no GPU"
         if found["nccl"].state is not State.OK:
-            devices += f" without NCCL ({found['nccl']})"
+            devices += f" without NCCL (nccl: {found['nccl']})"
         verdict = f"ready{'' if choice == 'auto' else f' with --mpi {choice}'}: 2 ranks over {ways}; {devices}"
     else:
         needed = ("mpirun", "mpi4py", "mpi", "gloo", "shm") if of_torch.said else ("torch",)

@@ -14,26 +14,25 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps
+from aiodist.bench.records import dumps
 from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
 from benchmarks import coding, engine_steps, models, prefetching, reading, threads, training
-from benchmarks.suite import BENCHMARKS, MODELS, batches
+from benchmarks.figures import Figure, figures
+from benchmarks.suite import BENCHMARKS, MODELS, Study, batches
 from benchmarks.targets import verdicts
 from tests.bench.written import loads
 from tests.support.commands import python
 
-TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1, own={"model": "tiny1000"})
+TRAIN = Study("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1, own={"model": "tiny1000"})
 
 
-async def measure(plan: Plan) -> list[Record]:
+async def measure(plan: Study) -> list[Figure]:
     async with aiodist.init() as coll:
         session = Session(plan, coll, plan.impls, (), coll.barrier)
-        found: list[Record] = await importlib.import_module(BENCHMARKS[plan.op].module).measure(session)
-        return found
+        return figures(await importlib.import_module(BENCHMARKS[plan.op].module).measure(session))
 
 
 # --- what is asked ------------------------------------------------------------------------------------------------
@@ -47,8 +46,8 @@ def test_n3_batches() -> None:
 
 
 def test_n3_plan_travels() -> None:
-    plan = Plan("train", 2, ("sync",), ("none", "ddp"), own={"model": "mlp,conv", "batch": "4,32"})
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = Study("train", 2, ("sync",), ("none", "ddp"), own={"model": "mlp,conv", "batch": "4,32"})
+    assert Study.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_n3_contenders_train_alike(few: None, monkeypatch: pytest.MonkeyPatch) -
 def test_n3_prefetch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "SECONDS", 2e-4)
     monkeypatch.setattr(prefetching, "BATCHES", 3)
-    plan = Plan("prefetch", 1, ("prefetch",), ("plain", "dataloader"), repeat=1)
+    plan = Study("prefetch", 1, ("prefetch",), ("plain", "dataloader"), repeat=1)
     (found,) = [asyncio.run(measure(plan))]
     impls = ["aiodist:prefetch", "plain", "loader", "step", "torch:dataloader", "torch:dataloader:2"]
     assert [(r.op, r.impl) for r in found] == [(op, impl) for op in ("prefetch", "prefetch:cpu") for impl in impls]
@@ -217,7 +216,7 @@ def test_n14_the_engine_is_measured_beside_the_bare_loop(
 ) -> None:
     monkeypatch.setattr(engine_steps, "EPOCH_SECONDS", 0.0)
     monkeypatch.setattr(engine_steps, "EPOCH_STEPS", 2)
-    plan = Plan("engine", ranks, ("engine",), ("bare",), repeat=2, own={"model": "tiny1000"})
+    plan = Study("engine", ranks, ("engine",), ("bare",), repeat=2, own={"model": "tiny1000"})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert [(r.op, r.impl, r.batch) for r in found] == [
         ("engine:tiny1000", impl, 1) for impl in ("aiodist:engine", "bare")
@@ -230,7 +229,7 @@ def test_n14_the_engine_is_measured_beside_the_bare_loop(
 def test_n12_coding_is_measured_and_so_are_steps_that_compress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "NUMEL", 1000)
     impls = ("int8", "sign", "topk")
-    (found,) = [asyncio.run(measure(Plan("codecs", 1, impls, ("int8-hook",), repeat=1)))]
+    (found,) = [asyncio.run(measure(Study("codecs", 1, impls, ("int8-hook",), repeat=1)))]
     assert [(r.op, r.impl, r.nbytes) for r in found] == [
         ("codecs", impl, 4000) for impl in (*(f"aiodist:{name}" for name in impls), "int8-hook")
     ]
@@ -241,13 +240,13 @@ def test_n12_coding_is_measured_and_so_are_steps_that_compress(monkeypatch: pyte
 
 def test_n16_reading_is_measured_and_held_against_plain_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "NBYTES", 3 << 20)
-    found = asyncio.run(measure(Plan("reading", 1, ("records", "queue"), ("plain",), repeat=1)))
+    found = asyncio.run(measure(Study("reading", 1, ("records", "queue"), ("plain",), repeat=1)))
     assert [(r.op, r.impl) for r in found] == [
         ("reading", impl) for impl in ("aiodist:records", "aiodist:queue", "plain")
     ]
     assert all(record.seconds and (record.nbytes or 0) > 3 << 20 for record in found)
     seconds = {"aiodist:records": 0.5, "aiodist:queue": 1.0, "plain": 0.4}
-    judged = verdicts([Record("reading", impl, 1, 1 << 28, seconds=took) for impl, took in seconds.items()])
+    judged = verdicts([Figure("reading", impl, 1, 1 << 28, seconds=took) for impl, took in seconds.items()])
     assert [(round(v.value, 3), v.reached) for v in judged] == [(0.8, True), (0.4, False)]
 
 
@@ -255,8 +254,8 @@ def test_n12_coding_is_held_against_the_hook_and_steps_against_plain_ones() -> N
     coded = [("aiodist:int8", 0.02), ("aiodist:sign", 0.1), ("aiodist:topk", 0.1), ("int8-hook", 0.04)]
     steps = [("aiodist:datapar", 1.0), ("aiodist:powersgd", 0.19), ("aiodist:topk", 0.5)]
     found = verdicts(
-        [Record("codecs", impl, 1, 64_000_000, seconds=seconds) for impl, seconds in coded]
-        + [Record("train:mlp", impl, 2, batch=32, seconds=seconds) for impl, seconds in steps]
+        [Figure("codecs", impl, 1, 64_000_000, seconds=seconds) for impl, seconds in coded]
+        + [Figure("train:mlp", impl, 2, batch=32, seconds=seconds) for impl, seconds in steps]
     )
     assert [(round(v.value, 3), v.reached) for v in found] == [
         (3.2, True),
@@ -270,7 +269,7 @@ def test_n12_coding_is_held_against_the_hook_and_steps_against_plain_ones() -> N
 def test_n17_a_checkpoint_beside_steps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "WIDTH", 40)
     monkeypatch.setitem(models.INPUTS, "mlp", (40,))
-    (found,) = [asyncio.run(measure(Plan("checkpoint", 1, ("save",), (), repeat=1)))]
+    (found,) = [asyncio.run(measure(Study("checkpoint", 1, ("save",), (), repeat=1)))]
     names = ("copy", "call", "write", "step", "step-beside")
     assert [(r.op, r.impl) for r in found] == [
         *(("checkpoint", f"aiodist:{name}") for name in names),
@@ -283,9 +282,9 @@ def test_n17_a_checkpoint_beside_steps_is_measured(monkeypatch: pytest.MonkeyPat
 
 def test_n17_checkpoints_are_held_against_what_they_may_take() -> None:
     records = [
-        Record("checkpoint", "aiodist:copy", 2, seconds=0.04),
-        Record("checkpoint", "aiodist:call", 2, seconds=0.001),
-        Record("checkpoint:beside", "aiodist:step", 2, value=1.07),
+        Figure("checkpoint", "aiodist:copy", 2, seconds=0.04),
+        Figure("checkpoint", "aiodist:call", 2, seconds=0.001),
+        Figure("checkpoint:beside", "aiodist:step", 2, value=1.07),
     ]
     assert [(round(v.value, 2), v.reached) for v in verdicts(records)] == [(1.0, True), (40.0, False), (1.07, True)]
 
@@ -295,8 +294,8 @@ def test_n17_checkpoints_are_held_against_what_they_may_take() -> None:
 
 def test_n3_json_has_batch_overlap_and_lag_where_there_are() -> None:
     records = [
-        Record("train:mlp", "aiodist:datapar", 2, seconds=0.1, batch=32, overlap=0.9, loop_lag=0.002),
-        Record("train:mlp", "none", 2, seconds=0.1, batch=32),
+        Figure("train:mlp", "aiodist:datapar", 2, seconds=0.1, batch=32, overlap=0.9, loop_lag=0.002),
+        Figure("train:mlp", "none", 2, seconds=0.1, batch=32),
     ]
     ours, none = json.loads(dumps(records))
     assert (ours["batch"], ours["overlap"], ours["loop_lag"]) == (32, 0.9, 0.002)
@@ -305,13 +304,13 @@ def test_n3_json_has_batch_overlap_and_lag_where_there_are() -> None:
     assert loads(dumps(records)) == records
 
 
-def step(model: str, batch: int, impl: str, milliseconds: float, lag: float | None = None) -> Record:
-    return Record(f"train:{model}", impl, 2, seconds=milliseconds / 1e3, batch=batch, loop_lag=lag)
+def step(model: str, batch: int, impl: str, milliseconds: float, lag: float | None = None) -> Figure:
+    return Figure(f"train:{model}", impl, 2, seconds=milliseconds / 1e3, batch=batch, loop_lag=lag)
 
 
 def test_n14_the_engine_is_held_against_the_bare_loop_of_its_model_and_batch() -> None:
     records = [
-        Record(f"engine:{model}", impl, 2, seconds=seconds, batch=batch)
+        Figure(f"engine:{model}", impl, 2, seconds=seconds, batch=batch)
         for model, batch, impl, seconds in (
             ("mlp", 32, "aiodist:engine", 0.104),
             ("mlp", 32, "bare", 0.1),
@@ -337,10 +336,10 @@ def test_n3_steps_are_held_against_those_of_the_same_run() -> None:
         step("conv", 32, "none", 60),
         step("tiny1000", 1, "aiodist:datapar", 14),
         step("tiny1000", 1, "none", 12),
-        Record("train:conv:cpu", "aiodist:datapar", 2, batch=32, thread=threads.OTHERS, cpu=0.003),
-        Record("train:conv:cpu", "aiodist:datapar", 2, batch=32, thread="aiodist-progress", cpu=0.003),
-        Record("train:conv:cpu", "none", 2, batch=32, thread=threads.OTHERS, cpu=0.0005),
-        Record("train:conv:cpu", "ddp", 2, batch=32, thread=threads.OTHERS, cpu=0.005),
+        Figure("train:conv:cpu", "aiodist:datapar", 2, batch=32, thread=threads.OTHERS, cpu=0.003),
+        Figure("train:conv:cpu", "aiodist:datapar", 2, batch=32, thread="aiodist-progress", cpu=0.003),
+        Figure("train:conv:cpu", "none", 2, batch=32, thread=threads.OTHERS, cpu=0.0005),
+        Figure("train:conv:cpu", "ddp", 2, batch=32, thread=threads.OTHERS, cpu=0.005),
     ]
     found = {verdict.what: (round(verdict.value, 3), verdict.target, verdict.reached) for verdict in verdicts(records)}
     assert found == {
@@ -355,9 +354,9 @@ def test_n3_steps_are_held_against_those_of_the_same_run() -> None:
 
 
 def test_n3_epochs_are_held_against_the_slower_of_loader_and_step() -> None:
-    def epochs(op: str, ranks: int) -> list[Record]:
+    def epochs(op: str, ranks: int) -> list[Figure]:
         figures = {"aiodist:prefetch": 0.21, "plain": 0.39, "loader": 0.2, "step": 0.19}
-        return [Record(op, impl, ranks, seconds=seconds, affinity=(0, 1)) for impl, seconds in figures.items()]
+        return [Figure(op, impl, ranks, seconds=seconds, affinity=(0, 1)) for impl, seconds in figures.items()]
 
     (verdict,) = verdicts(epochs("prefetch", 2))
     assert (round(verdict.value, 3), verdict.target, verdict.reached) == (1.05, 1.1, True)

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps, table
+from aiodist.bench.records import dumps, table
 from aiodist.bench.session import Session
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.mpi import find_mpi
 from benchmarks import __main__ as command
 from benchmarks import ps, ps_saving, ps_serving
+from benchmarks.figures import COLUMNS, Figure, figures
 from benchmarks.ps_ways import SPLIT_BYTES, Roles
+from benchmarks.suite import Study
 from benchmarks.targets import verdicts
 from tests.bench.written import loads
 from tests.support.environ import python_path
@@ -25,9 +26,9 @@ from tests.support.environ import python_path
 OURS = ("aiodist:ps", "aiodist:ps-arena")
 
 
-async def measure(plan: Plan) -> list[Record]:
+async def measure(plan: Study) -> list[Figure]:
     async with aiodist.init() as coll:
-        return await ps.measure(Session(plan, coll, plan.impls, (), coll.barrier))
+        return figures(await ps.measure(Session(plan, coll, plan.impls, (), coll.barrier)))
 
 
 @pytest.mark.thorough
@@ -35,7 +36,7 @@ async def measure(plan: Plan) -> list[Record]:
 def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks: int, servers: int) -> None:
     monkeypatch.setattr(ps, "COUNT", 20)
     monkeypatch.setattr(ps_serving, "PULLS", 1)
-    plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), repeat=1, own={"servers": servers})
+    plan = Study("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), repeat=1, own={"servers": servers})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert others == [[]] * (ranks - 1)
     calls = [("push", "copy"), ("push", "add"), ("pull", None), ("push_pull", "copy"), ("push_pull", "add")]
@@ -57,7 +58,7 @@ def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks
     for impl, value in slowed.items():  # of one round, which is the median
         assert value == pytest.approx(steps[impl] / steps["none"])
     assert loads(dumps(found)) == found
-    assert "rule" in [column.header for column in table(found, "ps").columns]
+    assert "rule" in [column.header for column in table(found, "ps", COLUMNS).columns]
 
 
 @pytest.mark.thorough
@@ -131,17 +132,17 @@ def test_p14_bench_ps_bad_arguments(
     assert expected in said.err
 
 
-def records(**seconds: float) -> list[Record]:
+def records(**seconds: float) -> list[Figure]:
     """Pushes of 64 MiB by rule copy, in milliseconds."""
-    return [Record("push", impl.replace("_", ":"), 2, 64 << 20, ms / 1e3, rule="copy") for impl, ms in seconds.items()]
+    return [Figure("push", impl.replace("_", ":"), 2, 64 << 20, ms / 1e3, rule="copy") for impl, ms in seconds.items()]
 
 
 def test_p14_bench_ps_is_judged_against_others_of_the_same_run() -> None:
     found = records(aiodist_ps=10, rpc=25, mpi=8)
-    found += [Record("push", "aiodist:ps", 2, 64 << 20, 1.0, rule="add")]  # beside it
-    found += [Record("push", "aiodist:ps", 2, 4 << 10, 50e-6, rule="copy")]
-    found += [Record("ps_ops", "aiodist:ps", 2, 64, 1 / 60_000, value=60_000.0, rule="add")]
-    found += [Record("serving", "aiodist:ps", 2, 1 << 20, value=1.2)]
+    found += [Figure("push", "aiodist:ps", 2, 64 << 20, 1.0, rule="add")]  # beside it
+    found += [Figure("push", "aiodist:ps", 2, 4 << 10, 50e-6, rule="copy")]
+    found += [Figure("ps_ops", "aiodist:ps", 2, 64, 1 / 60_000, value=60_000.0, rule="add")]
+    found += [Figure("serving", "aiodist:ps", 2, 1 << 20, value=1.2)]
     lines = {line.what: (line.value, line.reached) for line in verdicts(found)}
     assert lines == {
         "push 64 MiB aiodist:ps against rpc": (pytest.approx(2.5), True),

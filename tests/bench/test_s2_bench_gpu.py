@@ -19,15 +19,16 @@ import torch
 import aiodist
 from aiodist.backends import nccl
 from aiodist.bench import peers
-from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps
+from aiodist.bench.records import dumps
 from aiodist.bench.session import Session
 from aiodist.launch import commands as launcher
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
 from benchmarks import gpu, gpu_reductions, gpu_training, gpu_turns
+from benchmarks.figures import Figure, figures
 from benchmarks.gpu import CASES, verdicts
 from benchmarks.gpu_turns import QUICK, Bench, WrongResult
+from benchmarks.suite import Study
 from tests.support.fake_nccl.core import FakeNccl
 from tests.support.simulated_cuda.device import SimulatedCuda, active
 from tests.support.simulated_cuda.simulation import simulated_cuda
@@ -52,25 +53,24 @@ def spin(cycles: int) -> None:
     active().current_stream().lane.put(partial(time.sleep, cycles / 20e9))
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[Record]]:
+def measured(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[Figure]]:
     """Measure a case with its ranks in this process."""
     case = CASES[name]
     monkeypatch.setattr(gpu_turns, "QUICK", TINY)
-    plan = Plan(name, case.ranks or 2, (), (), own={"quick": True})
+    plan = Study(name, case.ranks or 2, (), (), own={"quick": True})
 
-    async def main() -> list[Record]:
+    async def main() -> list[Figure]:
         async with aiodist.init() as coll:
-            found: list[Record] = await import_module(case.module).measure(Session(plan, coll, (), (), coll.barrier))
-            return found
+            return figures(await import_module(case.module).measure(Session(plan, coll, (), (), coll.barrier)))
 
     return run_ranks(plan.ranks, main, timeout=None)
 
 
-def values(name: str, records: list[Record]) -> dict[str, float]:
+def values(name: str, records: list[Figure]) -> dict[str, float]:
     return {record.impl: record.value for record in records if record.op == name and record.value is not None}
 
 
-def check_values(name: str, records: list[Record]) -> None:
+def check_values(name: str, records: list[Figure]) -> None:
     found = values(name, records)
     assert set(found) == set(CASES[name].figures)
     assert all(math.isfinite(value) for value in found.values())
@@ -227,7 +227,7 @@ def test_s2_bench_gpu_gloo_reduces_tensors_on_a_device(device: SimulatedCuda) ->
 
     async def main() -> list[float]:
         async with aiodist.init() as coll, peers.opened(["gloo"], coll):
-            session = Session(Plan("gpu", 1, (), ()), coll, (), (), coll.barrier)
+            session = Session(Study("gpu", 1, (), ()), coll, (), (), coll.barrier)
             ts = [torch.full((3,), 2.0, device=coll.device) for _ in range(2)]
             await gpu_reductions.by_gloo(Bench(session, TINY), ts)
             found: list[float] = torch.cat(ts).tolist()
@@ -249,26 +249,26 @@ class Jobs:
 
     async def run(self, job: launcher.Job) -> int:
         self.seen.append(job)
-        plan = Plan.from_json(job.command[-1])
+        plan = Study.from_json(job.command[-1])
         if code := self.codes.get(plan.op, 0):
             return code
         figures = CASES[plan.op].figures
         targets = {name: 1.0 if one.target is None else one.target for name, one in figures.items()}
-        self.write(plan, [Record(plan.op, name, 1, value=value) for name, value in targets.items()])
+        self.write(plan, [Figure(plan.op, name, 1, value=value) for name, value in targets.items()])
         return 0
 
-    def write(self, plan: Plan, records: list[Record]) -> None:
+    def write(self, plan: Study, records: list[Figure]) -> None:
         assert plan.json is not None
         Path(plan.json).write_text(dumps(records))
 
     @property
     def names(self) -> list[str]:
-        return [Plan.from_json(job.command[-1]).op for job in self.seen]
+        return [Study.from_json(job.command[-1]).op for job in self.seen]
 
 
 def run(*names: str, seconds: float = 10_000.0) -> dict[str, str]:
     """Run cases; return a state of each: its reason for missing values, or yes or no."""
-    plans = [Plan(name, CASES[name].ranks or 3, ("auto",), (), module=CASES[name].module) for name in names]
+    plans = [Study(name, CASES[name].ranks or 3, ("auto",), (), module=CASES[name].module) for name in names]
     found, _ = asyncio.run(gpu.measured(plans, time.monotonic() + seconds, "none", "GPU-a"))
     return {
         name: one[0].why or ("yes" if all(verdict.reached for verdict in one) else "no") for name, one in found.items()
@@ -326,7 +326,7 @@ def test_s2_bench_gpu_the_whole_command(
     assert command.main(["gpu", "--quick", "--json", str(file)]) == 0
     names = [name for name in CASES if name != "allreduce_devices"]  # there is one device
     assert jobs.names == names
-    assert all(Plan.from_json(job.command[-1]).own == {"quick": True} for job in jobs.seen)
+    assert all(Study.from_json(job.command[-1]).own == {"quick": True} for job in jobs.seen)
     assert list(dict.fromkeys(record["op"] for record in json.loads(file.read_text()))) == names
     assert "0.05 CPU s/s" in capsys.readouterr().out
     jobs.codes["parked"] = 1

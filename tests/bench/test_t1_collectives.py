@@ -10,13 +10,14 @@ import pytest
 
 import aiodist
 from aiodist.bench import cli, collectives
-from aiodist.bench.plan import BENCHMARKS, COLLECTIVES, Plan
+from aiodist.bench.plan import COLLECTIVES, Plan
 from aiodist.bench.records import Record
 from aiodist.bench.session import Session
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.mpi import find_mpi
-from benchmarks import awaits, beside, suite
+from benchmarks import awaits, beside, reductions, suite
+from benchmarks.suite import Study
 from tests.support.commands import python
 
 CUT = ("scatter", "reduce_scatter", "alltoall", "alltoall_single")  # blocks of equal size
@@ -48,7 +49,7 @@ def test_t1_every_operation_is_measured(op: str, ranks: int) -> None:
 
 async def measure_awaits() -> list[Record]:
     async with aiodist.init() as coll:
-        plan = Plan("await", coll.size, ("auto",), (), sizes=(4,), repeat=1)
+        plan = Study("await", coll.size, ("auto",), (), sizes=(4,), repeat=1)
         return await awaits.measure(Session(plan, coll, ("auto",), (), coll.barrier))
 
 
@@ -81,10 +82,22 @@ def test_t1_handles_at_once_are_gathered_beside_what_is_finished(monkeypatch: py
 
 
 def test_t1_every_benchmark_can_be_loaded() -> None:
-    for benchmark in (*BENCHMARKS.values(), *suite.BENCHMARKS.values()):
+    for benchmark in suite.BENCHMARKS.values():
         assert callable(importlib.import_module(benchmark.module).measure)
-    with pytest.raises(ConfigError, match=r"^sync: expected one of allreduce, .*barrier"):
-        cli.run("sync", BENCHMARKS, cli.Options())
+    with pytest.raises(ConfigError, match=r"^sync: expected one of allreduce, .*, ps"):
+        suite.studied("sync", cli.Options())
+
+
+def test_t1_a_copy_is_measured_beside_a_collective() -> None:
+    async def main() -> list[Record]:
+        async with aiodist.init() as coll:
+            study = Study("allgather", coll.size, ("auto",), ("copy",), sizes=(4, 128 << 10), repeat=1)
+            return await reductions.measure(Session(study, coll, ("auto",), (), coll.barrier))
+
+    found, others = run_ranks(2, main)
+    assert others == []
+    assert [(r.nbytes, r.impl) for r in found] == [(n, i) for n in (4, 128 << 10) for i in ("aiodist:auto", "copy")]
+    assert all(record.seconds for record in found)
 
 
 ALL_BESIDE_PEERS = """

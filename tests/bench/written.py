@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from aiodist.bench.records import Record
+from benchmarks.figures import Figure
 
 __all__ = ["loads"]
 
 
-def loads(text: str) -> list[Record]:
+def loads(text: str) -> list[Figure]:
     """Return what `aiodist.bench.records.dumps` made."""
     return [
-        Record(**{**entry, "affinity": entry["affinity"] and tuple(entry["affinity"])}) for entry in json.loads(text)
+        Figure(**{**entry, "affinity": entry["affinity"] and tuple(entry["affinity"])}) for entry in json.loads(text)
     ]

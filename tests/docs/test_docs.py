@@ -19,7 +19,7 @@ import typer.main
 import benchmarks.__main__ as benchmarks_main
 from aiodist import cli
 from aiodist.bench import cli as bench_cli
-from aiodist.bench.plan import BENCHMARKS
+from aiodist.bench.plan import COLLECTIVES
 from benchmarks import faults, gpu, ps_convergence, recovery, results, scale, suite
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def check_aiodist(words: list[str]) -> str | None:
         return f"there is no aiodist {words[0]}"
     if words[0] == "bench":  # it parses its own
         named, wrong = parsed(typer.main.get_command(bench_cli.app), words[1:])
-        unknown = set(named) - {*BENCHMARKS, "OP"}
+        unknown = set(named) - {*COLLECTIVES, "OP"}
         return wrong or (f"there is no benchmark {', '.join(unknown)}" if unknown else None)
     named, wrong = parsed(known[words[0]], words[1:])
     scripts = [word for word in named[:1] if word.endswith(".py") and "/" in word]

@@ -28,7 +28,7 @@ from tests.support.blocking import blocked_until
 from tests.support.mpi import find
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 LIMIT = 60.0
 ROOT = Path(aiodist.__file__).parents[1]
@@ -132,7 +132,9 @@ class TwoHosts:
         """Ask `aiodist doctor` on `alpha` about hosts; what it prints is JSON."""
         return finish(self.aiodist("doctor", "--json", "-", "--rsh", self.rsh, *arguments), LIMIT)
 
-    def bench(self, op: str, impls: tuple[str, ...], peers: tuple[str, ...], sizes: tuple[int, ...]) -> list[Record]:
+    def bench(
+        self, op: str, impls: tuple[str, ...], peers: tuple[str, ...], sizes: tuple[int, ...]
+    ) -> Sequence[Record]:
         """Return the records of `aiodist bench` on four ranks of both; sizes in bytes of one rank's input."""
         file = self.folder / "bench.json"
         plan = Plan(op, 4, impls, peers, sizes, repeat=5, json=str(file))

@@ -60,8 +60,8 @@ PARTS = {
     "backends.gloo.library backends.gloo.wire backends.mpi.requests backends.nccl backends.nccl.group "
     "backends.nccl.library backends.shm.memory backends.shm.messages backends.shm.neighbours collectives.cuda.fused "
     "collectives.cuda.device_messages collectives.cuda.ipc collectives.cuda.peers",
-    "benchmarks, with plans of a few milliseconds": "bench.cli bench.collectives bench.peers bench.session "
-    "bench.tuning",
+    "benchmarks, with plans of a few milliseconds": "bench.cli bench.collectives bench.peers bench.plots "
+    "bench.session bench.tuning",
     "files, and how they are written": "checkpoints.folders checkpoints.writer "
     "collectives.choice.tablefile launch.scratch",
     "the launcher and the doctor, with processes of the test": "launch.commands launch.discover elastic.sessions env "
