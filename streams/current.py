@@ -1,4 +1,4 @@
-"""The calling thread's current CUDA stream: set for a block, and tested for graph capture."""
+"""The calling thread's current CUDA stream."""
 
 from __future__ import annotations
 

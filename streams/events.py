@@ -1,4 +1,4 @@
-"""CUDA events, reused and polled, and fences, which mark the end of an operation on a device."""
+"""CUDA events, reused and polled, and fences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contiguous tensors as memory: flat views, bytes, dtype names, and a test for shared memory."""
+"""Contiguous tensors as memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's modes belong to a thread; this module carries them between threads and tasks.
+"""Torch's modes, carried between threads and tasks.
 
 The module carries grad mode, inference mode, autocast (on or off, dtype, cache), the default device together with every
 other function mode (`torch.overrides.TorchFunctionMode`), and the current CUDA device with the current stream of each

@@ -1,4 +1,4 @@
-"""Copies between host and device, through pinned memory if the host tensor is not pinned.
+"""Copies between host and device, through pinned memory.
 
 [Note: streams for copies alone] A loop has two streams on each device, one for each direction. Only copies that can
 begin immediately are queued there, since all work that they need is finished. So no copy there waits for another

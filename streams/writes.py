@@ -1,4 +1,4 @@
-"""Version counters and checks for the tensors that aiodist writes under autograd."""
+"""Version counters of the tensors that aiodist writes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Write the drawing and the list of modules of each package into the pages of docs/ that ask for them.
 
 A page asks with a line `<!-- modules: aiodist.ps -->`; the text between this line and the next `<!-- end -->` is
-replaced. `<!-- drawing: aiodist.ps -->` asks for the drawing alone, `<!-- statistics -->` for the records that owners
-return. A large package is drawn in groups, one box each, which the page names in its marker:
+replaced. `<!-- drawing: aiodist.ps -->` asks for the drawing alone. A large package is drawn in groups, one box each,
+which the page names in its marker:
 
     <!-- modules: aiodist.ps
     the client: client calls pulls pushes
@@ -21,14 +21,13 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
-    r"(<!-- (?P<what>modules|drawing|statistics)(?:: (?P<package>aiodist[\w.]*))?(?P<groups>(?:\n\w[^\n]*)*)\s*-->\n)"
+    r"(<!-- (?P<what>modules|drawing): (?P<package>aiodist[\w.]*)(?P<groups>(?:\n\w[^\n]*)*)\s*-->\n)"
     r".*?(<!-- end -->)",
     re.DOTALL,
 )
@@ -53,7 +52,7 @@ def packages() -> set[str]:
 
 def asked(text: str) -> list[str]:
     """Return the packages whose drawings a page asks for."""
-    return [block["package"] for block in _BLOCK.finditer(text) if block["package"]]
+    return [block["package"] for block in _BLOCK.finditer(text)]
 
 
 def rewritten(text: str) -> str:
@@ -63,8 +62,6 @@ def rewritten(text: str) -> str:
 
 def _block(block: re.Match[str]) -> str:
     what, package, end = block["what"], block["package"], block[5]
-    if not package:
-        return f"<!-- {what} -->\n\n{statistics()}\n\n{end}"
     groups = _known(block["groups"].strip(), _members(ROOT.joinpath(*package.split("."))))
     marker = f"<!-- {what}: {package}\n{groups}\n-->" if groups else f"<!-- {what}: {package} -->"
     return f"{marker}\n\n{drawing(package, groups, listed=what == 'modules')}\n\n{end}"
@@ -133,19 +130,6 @@ def _in_layers(imports: Graph) -> list[str]:
     """Return the names, those that lead to others before these."""
     depths = _depths(_closure(imports))
     return sorted(imports, key=lambda name: (-depths[name], name))
-
-
-@cache
-def statistics() -> str:
-    """Return the records `<class>Statistics`, which `statistics()` of each class returns, with their fields."""
-    paths = [path for folder in ("aiodist", "handles", "streams", "nn") for path in (ROOT / folder).rglob("*.py")]
-    top = [node for path in sorted(paths) for node in _parsed(path).body]
-    lines = []
-    for node in top:
-        if isinstance(node, ast.ClassDef) and (owner := node.name.removesuffix("Statistics")) not in ("", node.name):
-            fields = [ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)]
-            lines += textwrap.wrap(f"- `{owner}`: {', '.join(fields)}", 120, subsequent_indent="  ")
-    return "\n".join(lines)
 
 
 def _members(folder: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""The process group, which maps calls of c10d to calls of a communicator."""
+"""The process group: each call of c10d as calls of a communicator."""
 
 from __future__ import annotations
 

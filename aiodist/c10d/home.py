@@ -1,4 +1,4 @@
-"""The event loop of process groups, in a thread or the program's, and the rendezvous of their ranks."""
+"""The event loop of process groups, and the rendezvous of their ranks."""
 
 from __future__ import annotations
 

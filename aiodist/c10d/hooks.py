@@ -1,4 +1,4 @@
-"""A hook that averages DDP's gradients in one pass, in place of a division and a sum."""
+"""A hook that averages DDP's gradients in one pass."""
 
 import torch.distributed as dist
 from torch import Tensor

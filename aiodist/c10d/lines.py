@@ -1,4 +1,4 @@
-"""Conversion of tensors to the flat, dense form and the dtypes of communicators, and copies of results back."""
+"""Tensors in the flat form of communicators, and back."""
 
 from __future__ import annotations
 

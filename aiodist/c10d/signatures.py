@@ -1,4 +1,4 @@
-"""The signatures of torch's `ProcessGroup`: with options or single arguments, of lists or one tensor."""
+"""The signatures of torch's `ProcessGroup`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HandleWork`, the result of a call of the process group: a `torch.distributed.Work` over handles."""
+"""`HandleWork`: a `torch.distributed.Work` over handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a training: checkpoints by number, unfinished ones, and those to remove.
+"""The folders of finished, unfinished and removed checkpoints.
 
 `checkpoint-00000008.part` is being written, or was when its program ended, `checkpoint-00000004.old` is being removed.
 A folder becomes a checkpoint by its renaming, once all that is in it is on the disk.

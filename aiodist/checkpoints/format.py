@@ -1,8 +1,8 @@
-"""Files in the folder of a checkpoint: one per rank, and `manifest.json` (docs/design/checkpoints.md).
+"""Files of a checkpoint: one per rank, and `manifest.json`.
 
 The file of one rank is in the format of safetensors (huggingface.co/docs/safetensors), the largest elements first, so
 that each is aligned to its element size. The manifest lists the contents of a checkpoint; its first line has the
-checksum of the second.
+checksum of the second. docs/design/checkpoints.md has both to the byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kinds of parts: a checkpoint names them, and `load` compares them before it changes anything."""
+"""Kinds of parts, which `load` compares before it changes anything."""
 
 from __future__ import annotations
 

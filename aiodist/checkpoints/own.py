@@ -1,4 +1,4 @@
-"""State of one rank: random states, residuals of codecs, buffers, the places of loaders."""
+"""State of one rank: random states, residuals, buffers, loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Share of a core that a writing thread takes while others compute."""
+"""Pauses of the writing thread while others compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint: a net, optimizers and the like, as the pieces, blocks and shares of each rank."""
+"""Parts of a checkpoint, such as a net, and each rank's share of them."""
 
 from __future__ import annotations
 

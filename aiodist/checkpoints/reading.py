@@ -1,4 +1,4 @@
-"""Reader of a checkpoint, which compares every byte with its checksum before use."""
+"""Reads a checkpoint, and compares checksums before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`save`: a checkpoint, taken between two steps and written during later ones; `load`: the newest sound one."""
+"""`save` writes a checkpoint during later steps; `load` restores the newest sound one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as JSON and tensors, and back: nothing is pickled, so nothing that is read can run code.
+"""Values as JSON and tensors, and back, without pickle.
 
 docs/design/checkpoints.md has the form of each.
 """

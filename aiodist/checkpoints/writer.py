@@ -1,4 +1,4 @@
-"""The background work of one communicator's checkpoints: its order, its thread and its memory."""
+"""The background work of a communicator's checkpoints: order, thread, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of codecs, and the sixteen bytes that every code begins with.
+"""The protocol of codecs, and the head of a code.
 
 A code is flat uint8 on the CPU: a head with the codec, the dtype and the number of elements, then the codec's payload.
 All numbers are little-endian. The receiver first compares the head with the expected values, and checks every length

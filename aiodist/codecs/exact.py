@@ -1,4 +1,4 @@
-"""Codecs without loss: floats by the zlib library, and Python objects by pickle or JSON."""
+"""Codecs without loss, also for Python objects."""
 
 from __future__ import annotations
 

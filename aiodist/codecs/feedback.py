@@ -1,4 +1,4 @@
-"""Residuals of lossy codes, sent with the next tensor or in the next difference to the receiver's copy.
+"""Residuals of lossy codes, and differences to the receiver's copy.
 
 Differences are for tensors that one side sends again and again, as a server sends parameters. The sender keeps a copy
 of each receiver's tensor. Both sides add the decoded difference to their copies, with the same arithmetic, so the

@@ -1,4 +1,4 @@
-"""Codecs in collectives: the exchange that gives each rank the sum of the gradients of all.
+"""The exchange that sums the gradients of all ranks as codes.
 
 An exchange is a generator that does no I/O: it yields tensors to add up or to gather, and is sent the answers. All
 ranks yield the same requests, in the same order. `nn/compression` drives it.

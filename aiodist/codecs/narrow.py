@@ -1,4 +1,4 @@
-"""Fewer bits for each element: sixteen, eight, a few that are rounded at random, or one."""
+"""Fewer bits for each element: sixteen, eight, a few, or one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few elements only: the largest, or random ones, which are the same on all ranks."""
+"""A few elements: the largest, or random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data of calls: datatypes, operators, and mpi4py's kinds of buffers as tensors of the same memory."""
+"""Datatypes, operators, and buffers as tensors of the same memory."""
 
 from __future__ import annotations
 

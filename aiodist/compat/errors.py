@@ -1,4 +1,4 @@
-"""`MPI.Exception` and MPI's error classes, as which `compat` raises errors of aiodist."""
+"""`MPI.Exception` and MPI's error classes."""
 
 from __future__ import annotations
 

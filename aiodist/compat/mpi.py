@@ -1,4 +1,4 @@
-"""mpi4py's interface: `import aiodist.compat.mpi as MPI` in place of `from mpi4py import MPI`.
+"""mpi4py's interface: `import aiodist.compat.mpi as MPI`.
 
 The first use of `MPI.COMM_WORLD` opens the world (`aiodist.start`), which closes when the program ends. In an asyncio
 program, `MPI.Comm(coll)` has these calls over a communicator, and requests can be awaited. A name that is not

@@ -1,4 +1,4 @@
-"""`Request` and `Status`: mpi4py's operation in flight, which can also be awaited."""
+"""`Request`, which can also be awaited, and `Status`."""
 
 from __future__ import annotations
 

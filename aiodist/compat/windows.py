@@ -1,4 +1,4 @@
-"""`Win`, a window of `Allocate_shared`: memory that the ranks of a host share."""
+"""`Win`: memory that the ranks of a host share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One item between source and consumer: its parts, and its copy to a CUDA device ahead of use."""
+"""One item, and its copy to a CUDA device."""
 
 from __future__ import annotations
 

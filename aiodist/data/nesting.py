@@ -1,4 +1,4 @@
-"""Tensors in nested items: how to replace them, and their size in bytes."""
+"""Tensors in nested items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prefetch`: prepares the next items of a loader while the consumer works on this one."""
+"""`prefetch` prepares the next items while one is in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state machine of a shard queue: which rank gets which records of an epoch; no messages, no files, no I/O.
+"""The state machine of a shard queue, without I/O.
 
 Each event is a call, which returns instructions; `queue_messages` performs these in order. A record is identified by
 its position in the order of the epoch.

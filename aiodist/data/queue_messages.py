@@ -1,4 +1,4 @@
-"""Messages of a shard queue: the client on each rank, and the server on the first rank."""
+"""Messages between the queue's clients and its server on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers take ordered items from a source; workers apply the consumer's `transform` to them."""
+"""Readers take items from a source; workers apply `transform` to them."""
 
 from __future__ import annotations
 

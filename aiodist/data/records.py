@@ -1,4 +1,4 @@
-"""RecordIO files: records of bytes in compressed chunks with checksums; and each rank's part of the files.
+"""RecordIO files, and each rank's part of them.
 
 A chunk is a header of five little-endian 32-bit numbers, the magic 0x01020304, the CRC-32 of the compressed body, the
 compressor (0 none, 1 snappy, 2 gzip), the bytes of the compressed body and the number of records; then the body: of

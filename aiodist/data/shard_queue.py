@@ -1,4 +1,4 @@
-"""`ShardQueue`: each rank takes more records when it has used its own; each record is used once an epoch."""
+"""`ShardQueue`: ranks take records as they use them, each record once an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of the data, the order of one epoch, and each rank's static part.
+"""Shards, the order of an epoch, and each rank's fixed part.
 
 Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are the k-th batch
 of one process, `size` times as large, and an iterable needs no length. Every item belongs to exactly one rank; one rank

@@ -1,4 +1,4 @@
-"""One batch: from the loader through network and criterion, with the means of its metrics."""
+"""One batch: loader, network, criterion, and the means of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optional checks of an engine: values that are not finite, ranks that differ, a graph that changes."""
+"""Optional checks: values that are not finite, ranks that differ, changed graphs."""
 
 from __future__ import annotations
 

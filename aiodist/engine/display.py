@@ -1,4 +1,4 @@
-"""The output of a training: a progress bar on rank 0's terminal, else a line for each epoch; a trace of some steps."""
+"""The progress bar, or a line for each epoch, and traces."""
 
 from __future__ import annotations
 

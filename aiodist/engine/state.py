@@ -1,4 +1,4 @@
-"""The state of a training or an evaluation, with its hooks and its position."""
+"""State, hooks and position of a training."""
 
 from __future__ import annotations
 

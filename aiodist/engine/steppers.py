@@ -1,4 +1,4 @@
-"""Steppers make the steps of an engine: by passes of a `DataParallel`, or by a client of a parameter server."""
+"""Steps by passes of a `DataParallel`, or by a client of a parameter server."""
 
 from __future__ import annotations
 

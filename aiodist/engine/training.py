@@ -1,4 +1,4 @@
-"""One training, whose epochs end together on all ranks, and one evaluation, without gradients."""
+"""One training, whose epochs end together on all ranks, and one evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One exchange in which each rank gives a fact or an error, and all ranks learn all facts and any difference."""
+"""`agree`: one exchange of the facts and errors of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`start`: the world for programs without asyncio, on an event loop in its own thread."""
+"""`start`: the world in a thread, for programs without asyncio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The world of one rank, or one generation of an elastic world: what it opens, in order, and its end."""
+"""The world of one rank, or one generation of it."""
 
 from __future__ import annotations
 

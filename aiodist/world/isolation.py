@@ -1,4 +1,4 @@
-"""A task factory that gives each task torch modes of its own, swapped around each of its steps.
+"""Torch modes of its own for each task.
 
 In torch, modes such as grad mode and autocast belong to the thread, which all tasks of a loop share. Without this
 module, `with torch.no_grad(): await …` in one task disables gradients in other tasks. Two such blocks that overlap

@@ -1,4 +1,4 @@
-"""A rank's end after a signal, or after an error in the block of `init`: it notifies the others and exits in time."""
+"""A rank's end after a signal or an error."""
 
 from __future__ import annotations
 

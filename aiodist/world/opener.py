@@ -1,4 +1,4 @@
-"""`WorldOpener`: the channel and the world of each generation of an elastic world, in a process or a task."""
+"""`WorldOpener`: channel and world of each generation of an elastic world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank finds its place: the transport for its data, the control channel, and its neighbours."""
+"""The place of a rank: transport, control channel and neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores for each rank: the ranks of a host divide the cores that they may use.
+"""Cores for each rank.
 
 Ranks that may use the same cores have `cores / ranks` each; a rank to which its launcher gave cores of its own keeps
 them. Threads of torch are then as many as the rank's cores, unless the user said how many. A rank that would be left

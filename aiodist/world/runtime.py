@@ -1,4 +1,4 @@
-"""`init` and `run`: open the layers below in order, and close them in reverse, also after an error."""
+"""`init`, `open` and `run`."""
 
 from __future__ import annotations
 

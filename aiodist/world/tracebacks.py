@@ -1,4 +1,4 @@
-"""Tracebacks for users: each run of aiodist's and asyncio's frames becomes one line.
+"""Tracebacks without frames of aiodist and asyncio.
 
 AIODIST_TRACEBACK=full shows them all. Causes, notes and the parts of exception groups stay.
 """

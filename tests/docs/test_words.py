@@ -35,7 +35,7 @@ TABLE = 160
 PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )")
 WORDS = 90
 """Words of a paragraph, or of an item of a list."""
-GENERATED = re.compile(r"<!-- (?:modules|drawing|statistics).*?<!-- end -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (?:modules|drawing).*?<!-- end -->", re.DOTALL)
 FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 UNUSUAL = {
