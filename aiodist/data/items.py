@@ -112,8 +112,9 @@ class ToDevice:
         self._staging = Staging.of(self._progress)
         self._stream = CudaStream.of("to-device", self._device).stream
         self._lock = threading.Lock()
-        self._under_way = 1  # until it is closed
-        self._over: Operation[None] = Operation(self._progress, "copies to the device", polled=False)
+        self._in_flight = 1
+        """Number of items that are copied, plus one until the close."""
+        self._ended: Operation[None] = Operation(self._progress, "copies to the device", polled=False)
 
     def put(self, item: Item, made: Made) -> None:
         """Copy `item`, then resolve its handle (any thread)."""
@@ -135,7 +136,7 @@ class ToDevice:
             item.operation.resolve(made)
             return
         with self._lock:
-            self._under_way += 1
+            self._in_flight += 1
         copied = join(len(parts), partial(self._copied, item, made, began))
         self._progress.start_in_thread(partial(self._begin, parts, copied))
 
@@ -149,7 +150,7 @@ class ToDevice:
             made = made.failed(error)
         made.copying = perf_counter() - began
         item.operation.resolve(made)
-        self.over()
+        self._count_down()
 
     def take(self, made: Made) -> Made:
         """Return `made` as its consumer gets it, whose stream is the current one, or what torch raises; on the loop."""
@@ -166,19 +167,19 @@ class ToDevice:
     def _moved(self, x: Any) -> Any:  # noqa: ANN401
         return x if isinstance(x, Tensor) and not x.is_cpu else x.to(self._device, non_blocking=True)
 
-    def over(self) -> None:
+    def _count_down(self) -> None:
         """Count one item less in flight (any thread)."""
         with self._lock:
-            self._under_way -= 1
-            ended = self._under_way == 0
+            self._in_flight -= 1
+            ended = self._in_flight == 0
         if ended:
-            self._over.resolve(None)
+            self._ended.resolve(None)
 
     @located
     async def aclose(self) -> None:
         """Wait for the copies in flight, after the last `put`."""
-        self.over()
-        await self._over.handle
+        self._count_down()
+        await self._ended.handle
 
 
 class _Room:

@@ -68,7 +68,7 @@ class Share:
 
     @property
     def holds(self) -> int:
-        return sum(stop - start for start, stop in self.held)
+        return total(self.held)
 
     def use(self, total: int) -> None:
         """Count `total` records as used; raise `ValueError` for an impossible number."""
@@ -107,11 +107,10 @@ class QueueMachine:
         self._ranks = ranks
         self._least = least
         self._before = merged(used)
-        total = ends[-1] if ends else 0
-        edges = [0, *(edge for each in self._before for edge in each), total]
+        edges = [0, *(edge for each in self._before for edge in each), ends[-1] if ends else 0]
         rest = [Range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
         self._pool = deque(rest)
-        self.left = sum(stop - start for start, stop in self._pool)
+        self.left = total(self._pool)
         """Number of records in the pool."""
         self._shares: dict[int, Share] = {}
         self._waiting: deque[Take] = deque()
@@ -177,6 +176,11 @@ class QueueMachine:
                 self._pool.appendleft(Range(end, stop))
         self.left -= count
         return _joined(taken)
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """Return the number of records in `ranges`."""
+    return sum(stop - start for start, stop in ranges)
 
 
 def merged(*several: Iterable[Range]) -> list[Range]:

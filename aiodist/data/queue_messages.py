@@ -127,21 +127,16 @@ class QueueServer:
                 self._perform((machine.use if what == "used" else machine.hand_back)(rank, said[1]))
 
     def _take(self, rank: int, lap: Lap, number: int, waits: bool, terms: str, used: list[list[int]]) -> None:
+        subject = f"queue {self._wires.name!r}"
         if terms != self._terms:
-            self._wires.answer(
-                rank, "refuse", number, disagreement(f"queue {self._wires.name!r}", {rank: terms, 0: self._terms})
-            )
+            self._wires.answer(rank, "refuse", number, disagreement(subject, {rank: terms, 0: self._terms}))
             return
         if lap.number not in self._laps:
             self._laps[lap.number] = lap, self._make(lap.epoch, (Range(*each) for each in used))
         known, machine = self._laps[lap.number]
         if known != lap:
-            self._wires.answer(
-                rank,
-                "refuse",
-                number,
-                f"{disagreement(f'queue {self._wires.name!r}', {rank: str(lap)})}; another rank: {known}",
-            )
+            why = f"{disagreement(subject, {rank: str(lap)})}; another rank: {known}"
+            self._wires.answer(rank, "refuse", number, why)
             return
         self._reached[rank] = lap.number
         oldest = min(self._reached.values())

@@ -17,7 +17,7 @@ import numpy as np
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.watchdog import Watch
 from aiodist.control import disagreement
-from aiodist.data.queue_machine import QueueMachine, Range, merged
+from aiodist.data.queue_machine import QueueMachine, Range, merged, total
 from aiodist.data.queue_messages import Lap, QueueClient, QueueServer, Wires
 from aiodist.data.shards import EpochOrder, Part, Shards, Shuffle, check_order, checked_int
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
@@ -35,10 +35,6 @@ class _Agreed(NamedTuple):
     step: int
     epoch: int
     used: list[Range]
-
-
-def _total(ranges: Iterable[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 class ShardQueue(Generic[T]):
@@ -188,14 +184,12 @@ class ShardQueue(Generic[T]):
         if len(set(epochs)) != 1:
             raise ValueError(f"states of ranks in epochs {epochs}: expected those of one epoch")
         each = sorted(Range(*pair) for state in states for pair in state["used"])
-        used = merged(each)
-        total = self._settings["records"]
+        count = self._settings["records"]
         apart = all(before.stop <= after.start for before, after in pairwise(each))
-        if not apart or any(not 0 <= start < stop <= total for start, stop in each):
-            raise ValueError(f"states with used={each}: expected ranges of {total} records, each record once")
+        if not apart or any(not 0 <= start < stop <= count for start, stop in each):
+            raise ValueError(f"states with used={each}: expected ranges of {count} records, each record once")
         self._leave_pass()
-        self._begin(Lap(self._client.lap.number + 1, epochs[0], zlib.crc32(repr(used).encode())), used)
-        self._agreed = [_Agreed(-1, epochs[0], used)]
+        self._continue(self._client.lap.number + 1, epochs[0], merged(each))
 
     # --- other ranks -----------------------------------------------------------------------------------------
 
@@ -216,7 +210,7 @@ class ShardQueue(Generic[T]):
         before = last.used if last is not None and last.epoch == self.epoch else self._before
         kept = max((i for i, agreed in enumerate(self._agreed) if agreed.step < step), default=0)
         self._agreed = [*self._agreed[kept:], _Agreed(step, self.epoch, used)]
-        return _total(used) - _total(before)
+        return total(used) - total(before)
 
     @located
     async def rebind(self, coll: Communicator, step: int | None = None) -> None:
@@ -259,13 +253,17 @@ class ShardQueue(Generic[T]):
                 agreed = ["nothing" if one is None else f"{one[1]} of epoch {one[0]}" for *_, one in told]
                 raise MismatchError(disagreement(f"the used records of queue {self.name!r}", agreed))
         used = merged(*((Range(*each) for each in ranges) for _, ranges in found))
-        self._begin(Lap(number + 1, epoch, zlib.crc32(repr(used).encode())), used)
-        self._agreed = [_Agreed(-1, epoch, used)]
+        self._continue(number + 1, epoch, used)
         self._bound_to = coll
 
     def _known(self) -> _Agreed:
         told = self._server.used(self._client.lap) if self._server is not None else []
         return _Agreed(-1, self.epoch, merged(self._before, self._client.used, told))
+
+    def _continue(self, number: int, epoch: int, used: list[Range]) -> None:
+        """Begin lap `number` with a state that is the same on all ranks."""
+        self._begin(Lap(number, epoch, zlib.crc32(repr(used).encode())), used)
+        self._agreed = [_Agreed(-1, epoch, used)]
 
     def _begin(self, lap: Lap, before: list[Range]) -> None:
         self._before = before

@@ -124,9 +124,7 @@ class ShardSampler(Sampler[int]):
         rank, size = coll.rank, coll.size
         _check(rank, size)
         self._seed = checked_int("seed", seed)
-        self._length = data if isinstance(data, int) else len(data)
-        if self._length < 0:
-            raise ValueError(f"data={data}: expected a dataset, or how many items it has")
+        self._length = _length_of(data)
         self._kept = self._length - self._length % size if drop_last else self._length
         self._rank = rank
         self._size = size
@@ -174,9 +172,7 @@ class IndexShards:
     """
 
     def __init__(self, data: Sized | int, shard_size: int = 64) -> None:
-        length = data if isinstance(data, int) else len(data)
-        if length < 0:
-            raise ValueError(f"data={data}: expected a dataset, or how many items it has")
+        length = _length_of(data)
         self._shard_size = shard_size = checked_int("shard_size", shard_size, 1)
         self.sizes = [min(shard_size, length - first) for first in range(0, length, shard_size)]
         """How many indices each shard has."""
@@ -185,6 +181,14 @@ class IndexShards:
         """Return the indices at these places of a shard."""
         first = shard * self._shard_size
         return [first + place for place in within]
+
+
+def _length_of(data: Sized | int) -> int:
+    """Return the number of items of a dataset, or the number itself; raise ValueError for a number below 0."""
+    length = data if isinstance(data, int) else len(data)
+    if length < 0:
+        raise ValueError(f"data={data}: expected a dataset, or how many items it has")
+    return length
 
 
 def _check(rank: int, size: int) -> None:
