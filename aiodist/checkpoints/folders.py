@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 MANIFEST = "manifest.json"
 _log = logging.getLogger("aiodist")
@@ -55,7 +59,7 @@ def number_of(folder: Path) -> int | None:
 
 
 def begin(path: Path) -> int:
-    """Make the folder in which the next checkpoint is written; return its number. Removes what earlier ones left."""
+    """Make the folder of the next checkpoint, and return its number. Remove leftovers of earlier saves."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     os.makedirs(path, exist_ok=True)
     for folder in made:
@@ -69,7 +73,7 @@ def begin(path: Path) -> int:
 
 
 def commit(path: Path, number: int) -> Path:
-    """Rename the folder of `number`, whose files are on the disk, so that it is a checkpoint."""
+    """Make the folder of `number`, whose files are on the disk, a checkpoint."""
     part, whole = folder_of(path, number, ".part"), folder_of(path, number)
     sync_folder(part)
     os.rename(part, whole)
@@ -78,7 +82,7 @@ def commit(path: Path, number: int) -> Path:
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep`; what cannot be removed the next save tries again."""
+    """Remove all checkpoints but the newest `keep`. The next save tries again to remove the rest."""
     try:
         for old in _found(path, None)[:-keep]:
             os.rename(folder_of(path, old), folder_of(path, old, ".old"))
@@ -88,11 +92,11 @@ def remove_old(path: Path, keep: int) -> None:
 
 
 def discard(path: Path, number: int) -> None:
-    """Remove what was written of checkpoint `number`, which failed; what cannot be removed the next one will."""
+    """Remove the folder of the failed checkpoint `number`. The next save tries again."""
     try:
         shutil.rmtree(folder_of(path, number, ".part"))
     except OSError as error:
-        _log.warning("%s is left behind: %s", folder_of(path, number, ".part"), error)
+        _log.warning("%s could not be removed: %s", folder_of(path, number, ".part"), error)
 
 
 def sync_folder(path: Path) -> None:
@@ -103,6 +107,13 @@ def sync_folder(path: Path) -> None:
 def write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def pages(nbytes: int) -> Tensor:
+    """Return flat memory that begins at a page, as `write_past_cache` needs."""
+    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
+    begin = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[begin : begin + nbytes]
 
 
 def write_past_cache(fd: int) -> None:

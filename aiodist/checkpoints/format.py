@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,7 @@ from torch import Tensor
 from aiodist import _core
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.folders import MANIFEST
-from aiodist.checkpoints.pace import WritePace
 from aiodist.checkpoints.values import Json
-from aiodist.checkpoints.writer import pages
 from aiodist.errors import CheckpointDamaged
 
 DTYPES: dict[str, torch.dtype] = {
@@ -48,23 +47,25 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
     "C128": torch.complex128,
 }
-"""By the names of safetensors, which has no complex128: there it is pairs of F64."""
+"""Dtypes by the names of safetensors. C128, which is not one of these, is written as pairs of F64."""
 _PIECE_BYTES = 4 << 20
-"""What is copied while the piece before is written; whole pages."""
+"""Bytes that are copied while the previous ones are written: whole pages."""
 _TURN_BYTES = 16 * _PIECE_BYTES
-"""What is written in one call: in between, memory is given back, and the thread waits for the GIL, up to 5 ms."""
+"""Bytes of one call. Between calls, memory is freed, and the thread waits for the GIL, up to 5 ms."""
+_REST_FACTOR = 40.0
+"""Seconds that a writing thread sleeps for one second of CPU, while others compute."""
+_SHORTEST_REST_SECONDS = 5e-3
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, path: str) -> str:
-    """Return what files call `dtype`; raise `TypeError` naming `path` for one that they do not know."""
+    """Return the name of `dtype` in files. Raise `TypeError` with `path` for a dtype without a name."""
     if dtype not in _NAMES:
         raise TypeError(f"{path} is {dtype}: expected one of {', '.join(sorted(map(str, _NAMES)))}")
     return _NAMES[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Elements `start` to `start + numel` of a flat tensor, in the file of one rank."""
 
     name: str
@@ -74,11 +75,11 @@ class TensorEntry:
     start: int
     numel: int
     offset: int = 0
-    """Bytes before it in the file."""
+    """Offset in the file, in bytes."""
     crc: int = 0
-    """The CRC-32 of its bytes, that of zlib."""
+    """CRC-32 of the bytes, as zlib's."""
     file: int = 0
-    """The rank that wrote it."""
+    """Rank that wrote the file."""
 
     @property
     def itemsize(self) -> int:
@@ -112,33 +113,60 @@ def lay_out(given: Sequence[TensorEntry]) -> Layout:
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 16)
     header = struct.pack("<Q", len(text)) + text
-    entries = [replace(entry, offset=len(header) + at) for entry, at in zip(given, starts, strict=False)]
+    entries = [entry._replace(offset=len(header) + at) for entry, at in zip(given, starts, strict=False)]
     return Layout(header, entries)
 
 
 def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
     """Fill `buffer` with the bytes after the header of the file: one flat source for each entry."""
-    for entry, part, source in zip(layout.entries, parts_of(buffer, layout), sources, strict=True):
+    for entry, part, source in zip(layout.entries, bytes_of_entries(buffer, layout), sources, strict=True):
         part.view(DTYPES[entry.dtype]).copy_(source)
 
 
-def parts_of(buffer: Tensor, layout: Layout) -> list[Tensor]:
+def bytes_of_entries(buffer: Tensor, layout: Layout) -> list[Tensor]:
     """Return the bytes of each entry, in a buffer that `copy_into` has filled."""
     begins = (entry.offset - len(layout.header) for entry in layout.entries)
     return [buffer[at : at + entry.nbytes] for at, entry in zip(begins, layout.entries, strict=True)]
 
 
-def write_file(
-    path: Path, layout: Layout, sources: Sequence[Tensor], computing: set[int], over: Callable[[int], object] = id
-) -> tuple[FileFacts, list[TensorEntry]]:
-    """Write the file; return what the manifest says of it, once it is on the disk.
+class WritePace:
+    """Pauses of a writing thread, which uses a small part of a core while others compute."""
 
-    `sources` are the bytes of each entry, flat, and `over` is called with its number when they are no longer looked at.
-    The thread rests between turns, while others are `computing`; a turn does not need the GIL.
+    def __init__(
+        self,
+        computing: set[int],
+        clock: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`computing` are the computing threads, this one too. `clock` returns the CPU seconds of this thread."""
+        self._computing = computing
+        self._clock, self._sleep = clock, sleep
+        self._used = clock()
+        """CPU seconds of the thread up to the last rest."""
+        self._shared = False
+        """True if others computed at the last rest."""
+
+    def rest(self) -> None:
+        """Sleep for the CPU time since the last rest, if others compute."""
+        owed = _REST_FACTOR * (self._clock() - self._used)
+        if owed > _SHORTEST_REST_SECONDS:
+            before, self._shared = self._shared, len(self._computing) > 1
+            if before or self._shared:
+                self._sleep(owed)
+            self._used = self._clock()
+
+
+def write_file(
+    path: Path, layout: Layout, sources: Sequence[Tensor], computing: set[int], free: Callable[[int], object] = id
+) -> tuple[FileFacts, list[TensorEntry]]:
+    """Write and sync the file; return its facts and entries for the manifest.
+
+    `sources` are the flat bytes of each entry. `free` is called with the number of an entry after the last use of its
+    bytes. The thread rests between turns while others are `computing`. A turn does not need the GIL.
     """
     parts = [torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), *sources]
     crcs = [0] * len(parts)
-    memory, pace = pages(2 * _PIECE_BYTES), WritePace(computing)
+    memory, pace = folders.pages(2 * _PIECE_BYTES), WritePace(computing)
     with folders.new_file(path) as fd:
         folders.write_past_cache(fd)
         for turn in _cut([len(part) for part in parts]):
@@ -147,14 +175,14 @@ def write_file(
             for (number, start, nbytes), crc in zip(turn, sums, strict=True):
                 crcs[number] = crc
                 if number and start + nbytes == len(parts[number]):
-                    over(number - 1)
+                    free(number - 1)
             pace.rest()
-    entries = [replace(entry, crc=crc) for entry, crc in zip(layout.entries, crcs[1:], strict=True)]
+    entries = [entry._replace(crc=crc) for entry, crc in zip(layout.entries, crcs[1:], strict=True)]
     return FileFacts(layout.nbytes, len(layout.header), crcs[0]), entries
 
 
 def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield what is written in one call: the numbers of parts, where it begins in them, and how many bytes."""
+    """Yield the bytes of each call: for each part its number, the first byte and the number of bytes."""
     turn, room = list[tuple[int, int, int]](), _TURN_BYTES
     for number, size in enumerate(sizes):
         start = 0
@@ -171,20 +199,18 @@ def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
 _VERSION = 2
-_READABLE = (1, _VERSION)  # 1 has no kinds
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors of a reader for JSON that was changed after the write."""
 
 
-@dataclass(frozen=True)
-class FileFacts:
+class FileFacts(NamedTuple):
     """A rank's file."""
 
     nbytes: int
     header: int
-    """Bytes of its header, with the length before it."""
+    """Bytes of the header, with the length before it."""
     crc: int
-    """The CRC-32 of these."""
+    """CRC-32 of the header."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +219,7 @@ class Manifest:
 
     files: list[FileFacts]
     tensors: dict[str, list[TensorEntry]]
-    """The pieces of each in order, which fill it once; one at least."""
+    """Pieces of each tensor, one at least, which fill the tensor once in this order."""
     parts: list[Json]
     extra: Json
     own: list[Json]
@@ -206,7 +232,7 @@ class Manifest:
             tensors[name] = {"dtype": pieces[0].dtype, "shape": list(pieces[0].shape), "pieces": rows}
         content = {
             "ranks": len(self.files),
-            "files": [[file.nbytes, file.header, file.crc] for file in self.files],
+            "files": self.files,
             "tensors": tensors,
             "parts": self.parts,
             "extra": self.extra,
@@ -218,7 +244,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return that of the checkpoint in `folder`; raise `CheckpointDamaged` where it is not as it was written."""
+        """Return the manifest of the checkpoint in `folder`. Raise `CheckpointDamaged` if it was changed."""
         path = folder / MANIFEST
         try:
             data = path.read_bytes()
@@ -233,33 +259,34 @@ class Manifest:
 def commit(
     path: Path,
     number: int,
-    written: Sequence[tuple[FileFacts, list[TensorEntry], Json]],
+    written: Sequence[tuple[Json, Json, Json]],
     parts: list[Json],
     extra: Json,
 ) -> Path:
     """Write the manifest of checkpoint `number`, and commit the folder.
 
-    `written` has the facts and entries of each rank's file, which is on the disk, and the rank's own state.
+    `written` has for each rank the result of `write_file`, as JSON, and the rank's own state.
     """
     part = folders.folder_of(path, number, ".part")
+    files = [FileFacts(*facts) for facts, _, _ in written]
     tensors: dict[str, list[TensorEntry]] = {}
-    for rank, (facts, entries, _) in enumerate(written):
+    for rank, (_, entries, _) in enumerate(written):
         file = part / folders.file_name(rank)
-        if not file.exists() or file.stat().st_size != facts.nbytes:
+        if not file.exists() or file.stat().st_size != files[rank].nbytes:
             raise FileNotFoundError(f"{file}, which rank {rank} wrote, is not there: do all ranks share the folder?")
-        for entry in entries:
-            tensors.setdefault(entry.name, []).append(replace(entry, file=rank))
+        for entry in (TensorEntry(*row) for row in entries):
+            tensors.setdefault(entry.name, []).append(entry._replace(file=rank))
     for pieces in tensors.values():
         pieces.sort(key=lambda piece: (piece.start, piece.numel))
     check_filled(tensors)
-    manifest = Manifest([facts for facts, _, _ in written], tensors, parts, extra, [own for *_, own in written])
+    manifest = Manifest(files, tensors, parts, extra, [own for *_, own in written])
     with folders.new_file(part / folders.MANIFEST) as fd:
         folders.write_all(fd, memoryview(manifest.packed()))
     return folders.commit(path, number)
 
 
 def check_filled(tensors: Mapping[str, Sequence[TensorEntry]]) -> None:
-    """Raise `ValueError` unless the pieces of each tensor fill it once, and agree about what it is."""
+    """Raise `ValueError` unless the pieces of each tensor have one dtype and shape, and fill the tensor once."""
     for name, pieces in tensors.items():
         first, at = pieces[0], 0
         for piece in pieces:
@@ -280,8 +307,8 @@ def _content(data: bytes) -> dict[str, Any]:
     match = _FIRST_LINE.fullmatch(first)
     if match is None:
         raise ValueError(f"it begins with {first[:60]!r}: expected the first line of a checkpoint's manifest")
-    if int(match[1]) not in _READABLE:
-        raise ValueError(f"version {int(match[1])}: expected at most {_VERSION}, the one that this aiodist writes")
+    if int(match[1]) != _VERSION:
+        raise ValueError(f"version {int(match[1])}: expected {_VERSION}, the version of this aiodist")
     nbytes = int(match[2])
     if len(rest) != nbytes + 1 or rest[-1:] != b"\n":
         raise ValueError(f"{len(rest)} bytes behind its first line: expected {nbytes} and a newline")

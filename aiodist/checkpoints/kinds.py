@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-UNKNOWN = "?"
-"""Kind of a part that was saved without one."""
-
 
 def name_of(number: int) -> str:
     """Return the name of a part in a checkpoint, with which the names of its tensors begin."""
@@ -45,17 +42,14 @@ def kind_of(part: object) -> str:
 
 
 def kinds_differ(saved: Sequence[str], parts: Sequence[str], *, own: bool = False) -> str | None:
-    """Return in words how the kinds of a checkpoint differ from those that are to be loaded, None if they do not.
-
-    A kind of a checkpoint is `UNKNOWN` if an older aiodist wrote it.
-    """
-    if len(saved) == len(parts) and all(was in (UNKNOWN, now) for was, now in zip(saved, parts, strict=True)):
+    """Return in words how the kinds of a checkpoint differ from those to load, or None if they are equal."""
+    if saved == parts:
         return None
     names = [f"per_rank[{i}]" if own else name_of(i) for i in range(max(len(saved), len(parts)))]
     which = "objects of `per_rank`" if own else "parts"
     order = f"expected the {which} in the order of the save, {_listed(names, saved)}"
     for name, was, now in zip(names, saved, parts, strict=False):
-        if was not in (UNKNOWN, now):
+        if was != now:
             return f"{name} is {now}, and the checkpoint has {was} there: {order}"
     what = "objects of a rank's own" if own else "parts"
     return f"it has {len(saved)} {what}, and {len(parts)} are to be loaded: {order}"

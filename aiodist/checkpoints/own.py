@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aiodist.checkpoints.kinds import UNKNOWN, kind_of, name_of
+from aiodist.checkpoints.kinds import kind_of, name_of
 from aiodist.checkpoints.parts import Net, Redivided
 from aiodist.checkpoints.values import Json, decode, encode
 from aiodist.types import Stateful
@@ -46,11 +46,6 @@ def generator_state(generator: Generator) -> Any:  # noqa: ANN401
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
-
-
-def generator_states(own: Sequence[object]) -> list[Any]:
-    """Return the state of each generator, and None for each other object."""
-    return [generator_state(each) if isinstance(each, Generator) else None for each in own]
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:  # noqa: ANN401
@@ -108,7 +103,8 @@ def own_states(
     said["parts"] = [encode(each, f"{name}/{name_of(i)}", tensors) for i, each in enumerate(of_parts)]
     said["kinds"] = list(map(kind_of, own))
     said["generators"] = [
-        encode(each, f"{name}/generators/{i}", tensors) for i, each in enumerate(generator_states(own))
+        encode(generator_state(each) if isinstance(each, Generator) else None, f"{name}/generators/{i}", tensors)
+        for i, each in enumerate(own)
     ]
     return said
 
@@ -142,14 +138,9 @@ class OwnState:
     def read(cls, said: Sequence[Json], tensor: Callable[[str], Tensor], rank: int, size: int) -> OwnState:
         mine = {key: value for key, value in said[rank % len(said)].items() if key != "loaders"}
         if len(said) != size:
-            mine = {key: mine[key] for key in ("random", "generators", "kinds") if key in mine}
+            mine = {key: mine[key] for key in ("random", "generators", "kinds")}
         states = {key: decode(value, tensor) for key, value in mine.items()}
         return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in said], rank, len(said) == size)
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of the objects of `own`."""
-        return self.states.get("kinds") or [UNKNOWN] * len(self.loaders[0])
 
     def compressor_differs(self, net: object) -> str | None:
         """Return in words how the compression of the saved residuals differs; None if they may be loaded."""

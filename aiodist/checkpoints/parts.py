@@ -84,7 +84,7 @@ class Cut(NamedTuple):
     block: Block
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this rank's block; anything that has another shape as it is."""
+        """Return this rank's block, or `whole` itself if it has another shape."""
         if tuple(whole.shape) != self.shape:
             return whole
         return whole[tuple(slice(*bounds) for bounds in self.block)].contiguous()
@@ -112,17 +112,17 @@ class InBlocks(Protocol):
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which tensors of the state of one part, by their path in it, are blocks."""
+    """The blocks in the state of one part: tensors that ranks divide."""
 
     of_module: dict[str, Cut]
-    """By key in the state dict."""
+    """Blocks by key in the state dict."""
     of_parameter: dict[Tensor, Cut]
     ranks: int
-    """How many share the layers; 1 where nothing is divided."""
+    """Number of ranks that share the layers, or 1."""
 
     @classmethod
     def of(cls, part: object) -> Cuts:
-        """Return those of a module, or of a net's module; of anything else none."""
+        """Return the blocks of a module, or of a net's module; any other part has none."""
         by_key: dict[str, Cut] = {}
         by_parameter: dict[Tensor, Cut] = {}
         sizes = {1}
@@ -137,7 +137,7 @@ class Cuts:
         return cls(by_key, by_parameter, max(sizes))
 
     def paths(self, part: object, state: Any) -> dict[tuple[Any, ...], Cut]:  # noqa: ANN401
-        """Return the keys, from the outermost in, that lead to tensors of `state`, that of `part`, which are blocks."""
+        """Return the path of each block in `state`, the state of `part`: keys from the outermost one on."""
         if not self.of_parameter:
             return {}
         if isinstance(getattr(part, "module", part), nn.Module):
@@ -153,7 +153,7 @@ class Cuts:
         return found
 
     def check(self, part: object) -> None:
-        """Raise `TypeError` where `part` keeps something else for parameters that may be blocks than torch does."""
+        """Raise `TypeError` if `part` may keep other state for divided parameters than torch's optimizers do."""
         if self.of_parameter and (isinstance(part, InPieces) or hasattr(part, "optimizers")):
             raise TypeError(
                 f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch, or, for as many "
@@ -198,11 +198,11 @@ class Net(Protocol):
         """The object with the residuals of this rank, or None."""
 
     def submit(self, fn: Any, /, *args: Any) -> Handle[Any]:  # noqa: ANN401
-        """Return the handle of `fn(*args)`, which runs on the thread behind what was asked earlier."""
+        """Return the handle of `fn(*args)`, which runs on the thread after all earlier work."""
 
 
 class Keeps(Protocol):
-    """It knows which values of a module each rank keeps for itself: `shared` of `nn.DataParallel` does."""
+    """The values of a module that each rank keeps for itself, such as `shared` of `nn.DataParallel`."""
 
     def keeps(self, key: str) -> bool:
         """Return True for a key of the module's state dict whose value is this rank's own."""
@@ -256,7 +256,7 @@ class Delayed(Protocol):
     """An optimizer with updates or averages that are made later: `nn.PipelinedOptimizer`, `nn.LocalSGD`."""
 
     def make_updates(self) -> None:
-        """Make all that are left; called on the compute thread, on all ranks."""
+        """Make all pending updates (compute thread, all ranks)."""
 
 
 def check_parts(parts: Sequence[object]) -> None:
@@ -293,7 +293,7 @@ class Extent(NamedTuple):
 
 
 def share(tensors: Sequence[tuple[int, int]], rank: int, size: int) -> list[Extent]:
-    """Return what `rank` of `size` writes of `tensors`, each given as its elements and the bytes of one element.
+    """Return the extents that `rank` of `size` writes of `tensors`, each given as elements and bytes of one element.
 
     The bytes of all tensors in a row are cut into `size` parts of equal length; a tensor below 64 KiB stays whole, with
     the rank in whose part it begins. The same call on every rank gives each element to exactly one.
@@ -331,7 +331,7 @@ class Taken:
     """The state of one rank for a checkpoint, in memory that steps may still change."""
 
     alike: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that all ranks have the same."""
+    """Tensors that are equal on all ranks."""
     mine: list[Written] = field(default_factory=list)
     """Pieces and tensors that no other rank has."""
     parts: list[Json] = field(default_factory=list)
@@ -382,7 +382,7 @@ class Taken:
         self.mine.append(Written(entry, t.detach().reshape(-1)))
 
     def structure(self, differing: Iterable[str]) -> Json:
-        """Return what has to be the same on all ranks: of tensors sums of their bits, but of those in `differing`."""
+        """Return what must be equal on all ranks: JSON, shapes, and the sum of bits of tensors not in `differing`."""
         apart = set(differing)
         sums = iter(bit_sums([t for name, t in self.alike.items() if name not in apart]))
         tensors = {
@@ -403,9 +403,9 @@ class Taken:
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return of each tensor the sum of its bytes as integers of up to 64 bits: another one where values differ.
+    """Return the sum of each tensor's bytes, as integers of up to 64 bits.
 
-    Costs one pass over each. Orders of elements are not told apart.
+    The sum does not depend on the order of elements. Cost: one pass over each tensor.
     """
     sums = []
     for t in tensors:

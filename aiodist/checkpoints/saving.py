@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, parts_of, write_file
-from aiodist.checkpoints.kinds import UNKNOWN, kind_of, kinds_differ, misfit, name_of
+from aiodist.checkpoints.format import Layout, bytes_of_entries, commit, copy_into, lay_out, write_file
+from aiodist.checkpoints.kinds import kind_of, kinds_differ, misfit, name_of
 from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
     Cut,
@@ -41,8 +41,8 @@ from aiodist.errors import CheckpointDamaged, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import Elsewhere, Stateful, renamed
 
-_Written = tuple[Json, list[Json], Json]
-"""The facts and tensors of a rank's file, and the rank's own state, as JSON for the manifest."""
+_Written = tuple[Json, Json, Json]
+"""Facts and entries of a rank's file, and the rank's own state, as JSON."""
 
 
 @renamed(extra="metadata", own="per_rank", keep="keep_last")
@@ -164,8 +164,8 @@ class _Save:
         # Results of `_copy`:
         self._layout: Layout
         self._structure: Json
-        self._said: list[Json]
-        self._said_own: Json
+        self._part_states: list[Json]
+        self._own_state: Json
 
     def begin(self, writer: Writer) -> None:
         """Copy after the steps requested before, or immediately without a compute thread."""
@@ -194,7 +194,7 @@ class _Save:
         except BaseException:
             release(buffer)
             raise
-        self._layout, self._structure, self._said, self._said_own = layout, structure, taken.parts, own
+        self._layout, self._structure, self._part_states, self._own_state = layout, structure, taken.parts, own
         self._buffer = buffer
 
     async def finish(self, writer: Writer, keep: int | None) -> Path:
@@ -207,10 +207,9 @@ class _Save:
             written = await together(coll, what, work, same=self._structure)
             committed = await together(coll, what, self._commit(writer, part, written, keep))
             return Path(committed[0])
-        except MismatchError as error:
-            error.add_note("values that differ by rank belong in per_rank=")
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, MismatchError):
+                error.add_note("values that differ by rank belong in per_rank=")
             if self._number:
                 with suppress(RuntimeError):  # the thread for files was aborted: the next save removes the folder
                     writer.stream.submit(folders.discard, self._path, self._number).detach()
@@ -233,18 +232,17 @@ class _Save:
     async def _write(self, writer: Writer, file: Path) -> _Written:
         """Write the file of this rank; return its entries in the manifest."""
         assert self._buffer is not None
-        sources = parts_of(self._buffer, self._layout)
+        sources = bytes_of_entries(self._buffer, self._layout)
         written = writer.stream.submit(write_file, file, self._layout, sources, writer.progress.computing)
         facts, entries = await written
-        rows = [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries]
-        return [facts.nbytes, facts.header, facts.crc], rows, self._said_own
+        return facts, entries, self._own_state
 
     async def _commit(self, writer: Writer, part: Path, written: list[_Written], keep: int | None) -> str:
         """Make the folder a checkpoint (rank 0)."""
         if writer.coll.rank != 0:
             return str(part)
-        files = [(FileFacts(*facts), [TensorEntry(*row) for row in rows], own) for facts, rows, own in written]
-        folder = await writer.stream.submit(commit, self._path, self._number, files, self._said, self._metadata)
+        states = self._part_states
+        folder = await writer.stream.submit(commit, self._path, self._number, written, states, self._metadata)
         if keep is not None:
             await writer.stream.submit(folders.remove_old, self._path, keep)
         return str(folder)
@@ -399,10 +397,10 @@ class _Load:
         coll = self.writer.coll
         with Reader(folder) as reader:
             manifest = reader.manifest
-            kinds = [of_part.get("kind", UNKNOWN) for of_part in manifest.parts]
+            kinds = [of_part["kind"] for of_part in manifest.parts]
             _check(folder, kinds_differ(kinds, list(map(kind_of, self.parts))))
             self.of_rank = own = OwnState.read(manifest.own, reader.tensor, coll.rank, coll.size)
-            _check(folder, kinds_differ(own.kinds, list(map(kind_of, self.own)), own=True))
+            _check(folder, kinds_differ(own.states["kinds"], list(map(kind_of, self.own)), own=True))
             _check(folder, own.compressor_differs(self.parts[0]))
             cuts = Cuts.of(self.parts[0])
             said = zip(self.parts, manifest.parts, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from queue import Empty
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import again
+from aiodist.checkpoints.folders import pages
 from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorAborted, DeadlockError
@@ -159,10 +159,3 @@ class BufferPool:
     def release(self, buffer: Tensor) -> None:
         if self._free.empty():
             self._free.put(buffer)
-
-
-def pages(nbytes: int) -> Tensor:
-    """Return flat memory that begins at a page."""
-    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
-    begin = -memory.data_ptr() % mmap.PAGESIZE
-    return memory[begin : begin + nbytes]

@@ -12,7 +12,6 @@ from torch import Tensor
 from aiodist.backends.base import dtype_name
 from aiodist.checkpoints.format import DTYPES, TensorEntry
 from aiodist.checkpoints.format import dtype_name as name_in_files
-from aiodist.checkpoints.kinds import UNKNOWN
 from aiodist.checkpoints.parts import Written
 from aiodist.checkpoints.reading import Reader
 from aiodist.checkpoints.values import Json, decode, encode
@@ -120,8 +119,8 @@ def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> 
     Raises MismatchError if the checkpoint has other names, shapes, dtypes, rules or tables, CheckpointDamaged as
     `reader`.
     """
-    kinds = [part.get("kind", UNKNOWN) for part in reader.manifest.parts]
-    if kinds not in ([KIND], [UNKNOWN]):
+    kinds = [part["kind"] for part in reader.manifest.parts]
+    if kinds != [KIND]:
         raise MismatchError(f"{reader.folder} has {', '.join(kinds)}: expected a checkpoint of `ps.save`")
     tensors = described(reader.manifest.parts[0]["state"])
     names = {name for _, name, _ in known}

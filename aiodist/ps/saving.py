@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, lay_out, write_file
+from aiodist.checkpoints.format import commit, lay_out, write_file
 from aiodist.checkpoints.reading import Reader, of_all
 from aiodist.errors import CheckpointDamaged
 from aiodist.handles.kernel import Program, run, transfer, transfers
@@ -127,10 +127,7 @@ class ServerSaving:
         ranks, folder = self._ranks(), str(folders.folder_of(path, number, ".part"))
         try:
             found = await self._ask(ranks, "write", turn=turn, folder=folder, tensors=tensors)
-            written = [
-                (FileFacts(*each["facts"]), [TensorEntry(*row) for row in each["entries"]], {"map": {"rank": rank}})
-                for each, rank in zip(found, ranks, strict=True)
-            ]
+            written = [(*of["file"], {"map": {"rank": rank}}) for of, rank in zip(found, ranks, strict=True)]
             parts = [{"kind": KIND, "state": tensors_in([each["said"] for each in found])}]
             folder = await self._on_disk(partial(commit, path, number, written, parts, None))
             self._say_saved(folder, {n: of["map"]["marks"]["map"] for n, of in described(parts[0]["state"]).items()})
@@ -335,9 +332,5 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
 
     file = Path(call["folder"]) / folders.file_name(call["at"])
     sources = [each.elements.view(torch.uint8) for each, _ in found]
-    facts, entries = write_file(file, layout, sources, computing, written)
-    return {
-        "facts": [facts.nbytes, facts.header, facts.crc],
-        "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries],
-        "said": [one.said for one in captured if one.said],
-    }
+    facts_and_entries = write_file(file, layout, sources, computing, written)
+    return {"file": facts_and_entries, "said": [one.said for one in captured if one.said]}

@@ -24,7 +24,7 @@ import aiodist
 from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders
 from aiodist.checkpoints import saving as saving_module
-from aiodist.checkpoints.pace import WritePace
+from aiodist.checkpoints.format import WritePace
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -493,8 +493,9 @@ async def test_n17_a_copy_that_fails_leaves_its_memory_to_the_next(
 )
 @pytest.mark.ranks(2)
 async def test_n17_ranks_that_differ_where_they_must_not_are_told(
-    coll: Communicator, path: Path, differs: str, where: str
+    coll: Communicator, path: Path, differs: str, where: str, until: Until
 ) -> None:
+    """The unfinished folder is removed."""
     path = Path(await coll.broadcast_object(str(path)))
     mine = coll.rank == 1
     net = nn.Linear(3 + (mine and differs == "shape"), 2)
@@ -506,6 +507,7 @@ async def test_n17_ranks_that_differ_where_they_must_not_are_told(
         await aiodist.save(path, net, opt, coll=coll, metadata=extra)
     assert "; rank 1: " in str(raised.value)
     assert raised.value.__notes__[0] == "values that differ by rank belong in per_rank="
+    await until(lambda: not list(path.iterdir()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import aiodist._core as core
-from aiodist.checkpoints.folders import write_past_cache
-from aiodist.checkpoints.writer import pages
+from aiodist.checkpoints.folders import pages, write_past_cache
 from tests.support.processor import best_kernels
 
 

@@ -22,7 +22,7 @@ RULES = {
     "_core": "",
     "backends": "arithmetic matching shm.peers",
     "bench": "plan records timing tuning_worker",
-    "checkpoints": "format pace parts values",
+    "checkpoints": "format parts values",
     "codecs": "gradients",
     "collectives": "choice.availability choice.selector choice.table cuda.staging hierarchical implementations "
     "endpoint scheduled",
@@ -62,8 +62,7 @@ PARTS = {
     "collectives.cuda.device_messages collectives.cuda.ipc collectives.cuda.peers",
     "benchmarks, with plans of a few milliseconds": "bench.cli bench.collectives bench.peers bench.plots "
     "bench.session bench.tuning",
-    "files, and how they are written": "checkpoints.folders checkpoints.writer "
-    "collectives.choice.tablefile launch.scratch",
+    "files, and how they are written": "checkpoints.folders collectives.choice.tablefile launch.scratch",
     "the launcher and the doctor, with processes of the test": "launch.commands launch.discover elastic.sessions env "
     "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.start launch.worker "
     "doctor.ask doctor.here doctor.hosts world.pinning",
@@ -93,7 +92,7 @@ ACROSS = {
     "communicator/test_h6_receives.py": "c10d.work",
     "communicator/test_s3_nccl.py": "backends.nccl",
     "conftest.py": "backends.nccl testing.jobs",
-    "core/test_c2_binding.py": "checkpoints.folders checkpoints.writer",
+    "core/test_c2_binding.py": "checkpoints.folders",
     "docs/test_docs.py": "bench.cli bench.plan",
     "handles/test_h7_errors.py": "handles.polling",
     "handles/test_h9_buffers.py": "communicator.claims",
