@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import partial, wraps
@@ -106,6 +106,22 @@ def check_period(name: str, seconds: object) -> None:
     """Raise ValueError unless the argument `name` is None or a number of seconds above 0."""
     if seconds is not None and not (isinstance(seconds, Real) and float(seconds) > 0):
         raise ValueError(f"{name}={seconds!r}: expected seconds, more than 0, or None")
+
+
+def one_of(name: str, value: Any, expected: Sequence[str]) -> Any:  # noqa: ANN401
+    """Return `value`, or raise ValueError unless it is in `expected`."""
+    if value not in expected:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, expected))}")
+    return value
+
+
+def check_int(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return `value`, or raise TypeError unless it is an int, and ValueError unless it is in these bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {type(value).__name__}: expected an int")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}={value}: expected {f'at least {least}' if most is None else f'{least} to {most}'}")
+    return value
 
 
 def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> None:  # noqa: ANN401

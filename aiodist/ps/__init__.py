@@ -8,9 +8,10 @@ Programs open a `ParameterServer`. In the order of reading: `wire` and `coalesce
 from aiodist.ps.embedding import Embedding
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
 from aiodist.ps.parameter_server import ParameterServer
+from aiodist.ps.policies import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
 from aiodist.ps.rows import Constant, Normal, Uniform
 from aiodist.ps.rules import Rule
-from aiodist.ps.settings import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age, roles_of
+from aiodist.ps.settings import roles_of
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.table import Table
 from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour, Schedule, elastic_alpha

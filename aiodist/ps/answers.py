@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from aiodist.codecs import Outgoing
 from aiodist.errors import PeerLost
 from aiodist.ps.context import Context
 from aiodist.ps.row_store import RowStore
-from aiodist.ps.wire import Kind, Reads, Stage, Way, as_bytes, pack_data, pack_done
+from aiodist.ps.wire import DATA, DONE, Kind, Reads, Stage, Way, as_bytes
 
 
 class Freed(KeyError):
@@ -117,17 +116,11 @@ class Answers:
     def done(self, push: Pushing, stage: Stage) -> None:
         """Report the stage of a push."""
         if push.client not in self._context.gone:
-            self._context.coalescer.put(push.client, Kind.DONE, pack_done(push.number, stage))
+            self._context.coalescer.put(push.client, Kind.DONE, DONE.pack(push.number, stage))
 
     def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
         """Answer a call."""
-        if client not in self._context.gone:
-            self._context.coalescer.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
-
-    def tell(self, rank: int, op: str, **said: Any) -> None:  # noqa: ANN401
-        """Send another server a call without an answer."""
-        if rank not in self._context.gone:
-            self._context.coalescer.put(rank, Kind.CALL, json.dumps({"op": op, **said}).encode())
+        self._context.put_json(client, Kind.ANSWER, {"n": number, **said})
 
     def refuse(self, request: Request, error: BaseException) -> None:
         """Answer a request with an error."""
@@ -185,7 +178,7 @@ class Answers:
         """Send `t`, or its place in memory. The shard holds memory that is not inline until the end of the read."""
         self._context.counts["served"] += 1
         way, place = self._context.shared.way_to(pull.client, t, look=not coded)
-        head = pack_data(pull.number, version, way, coded, t.nbytes, *place)
+        head = DATA.pack(pull.number, version, way, coded, t.nbytes, *place)
         self._context.coalescer.put(pull.client, Kind.DATA, head, as_bytes(t) if way == Way.INLINE else b"")
         if way == Way.MESSAGE:
 

@@ -6,13 +6,14 @@ A call is a step of a program, in JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aiodist.backends.base import DTYPES, Done
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Operation
-from aiodist.handles.kernel import Transfer, transfers
+from aiodist.handles.kernel import Transfer, together, transfer, transfers
 from aiodist.ps.answers import Freed
 from aiodist.ps.coalescer import Handler
 from aiodist.ps.context import Context
@@ -49,8 +50,6 @@ class Client:
         """Handles of the programs that run."""
         self._asked: dict[tuple[int, int], _Asked] = {}
         """Calls that wait, by server and number."""
-        self._refusal: AiodistError | None = None
-        """Error of all calls after an abort."""
         self.handlers: dict[int, Handler] = {
             Kind.ANSWER: self._answer,
             Kind.DONE: self.pushes.done,
@@ -92,13 +91,26 @@ class Client:
             return False
         return True
 
+    async def pinging(self, ranks: Iterable[int]) -> None:
+        """Ask ranks for an answer after the arrival of the data that this rank has sent, and wait for their data.
+
+        Without an end of this program, a frame or data message is lost, or a rank does not answer.
+        """
+        await together(*[self._ping(rank) for rank in ranks if rank not in self._context.gone])
+
+    async def _ping(self, rank: int) -> None:
+        coalescer = self._context.coalescer
+        with suppress(PeerLost):
+            said = await self.call(rank, "ping", sent=coalescer.ended_sends(rank))
+            await transfer(coalescer.when_received, rank, said["sent"])
+
     def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Transfer:  # noqa: ANN401
         """Return the transfer that asks server `dst`, and adds its answer to `answers`."""
-        return self._ask, dst, self.queue.number(), {"op": op, **said}, answers
+        return self._ask, dst, next(self.queue.numbers), {"op": op, **said}, answers
 
     async def meeting(self) -> None:
         """Meet the other workers at all servers. Raises PeerLost if the first server is lost."""
-        number = self.queue.number()
+        number = next(self.queue.numbers)
 
         def ask(dst: int, done: Done) -> None:
             def answered(error: BaseException | None) -> None:
@@ -112,9 +124,9 @@ class Client:
 
     async def configuring(self, entry: NameEntry, settings: dict[str, float]) -> None:
         """Change settings of a tensor's rule, on all of its shards, as one request."""
-        number = self.queue.number()
+        number = next(self.queue.numbers)
         said = {"op": "configure", "key": entry.key, "settings": settings}
-        await transfers([(self._ask, span.rank, number, said, []) for span in entry.spans])
+        await transfers([(self._ask, rank, number, said, []) for rank in entry.servers])
 
     async def making(self, entry: NameEntry, spans: Sequence[Span]) -> None:
         """Make the shards of a name on some of its servers."""
@@ -131,8 +143,8 @@ class Client:
         await transfers([self.asking(span.rank, [], "make", numel=span.stop - span.start, **said) for span in spans])
 
     def _ask(self, dst: int, number: int, said: _Said, answers: list[_Said], done: Done) -> None:
-        if self._refusal is not None or dst in self._context.gone:
-            done(self._refusal or self._context.lost(dst))
+        if self._context.refusal is not None or dst in self._context.gone:
+            done(self._context.refusal or self._context.lost(dst))
             return
         self._asked[(dst, number)] = _Asked(said["op"], answers, done)
         self.say(dst, {**said, "n": number})
@@ -140,8 +152,7 @@ class Client:
 
     def say(self, dst: int, said: _Said) -> None:
         """Send server `dst` a call without an answer, with the next `flush`."""
-        if dst not in self._context.gone:
-            self._context.coalescer.put(dst, Kind.CALL, json.dumps(said).encode(), request=True)
+        self._context.put_json(dst, Kind.CALL, said, request=True)
 
     def when_over(self, entry: NameEntry, done: Done) -> None:
         """Call `done` after the end of all pushes and pulls of a tensor, and drop the tensor's codes and log."""
@@ -173,7 +184,7 @@ class Client:
 
     def abort(self, error: AiodistError) -> None:
         """End all requests and programs."""
-        self._refusal = error  # also for calls that wait for the holder of the lock
+        self._context.refusal = error  # also for calls and syncs that wait for the holder of the lock
         self.pushes.abort(error)
         self.pulls.abort(error)
         asked, self._asked = self._asked, {}

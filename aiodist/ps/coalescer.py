@@ -59,9 +59,52 @@ def keep(t: Tensor, error: BaseException | None) -> None:
     """Keep `t` until the end of its transfer. The receiver or the control channel reports an error."""
 
 
+class _Transfers:
+    """The data messages in one direction between two ranks, in order, which both ranks count."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._open: set[int] = set()
+        self._waits: list[tuple[int, Done]] = []
+
+    def begin(self, done: Done) -> Done:
+        """Count a transfer, and return the callback for its end, which calls `done`."""
+        number = self._begun
+        self._begun += 1
+        self._open.add(number)
+
+        def over(error: BaseException | None) -> None:
+            self._open.discard(number)
+            waits, self._waits = self._waits, []
+            for wait in waits:
+                self.when_ended(*wait)
+            done(error)
+
+        return over
+
+    @property
+    def ended(self) -> int:
+        """Number of the first transfer that has not ended."""
+        return min(self._open, default=self._begun)
+
+    def when_ended(self, number: int, done: Done) -> None:
+        """Call `done` when all transfers below `number` have ended."""
+        if self.ended >= number:
+            done(None)
+        else:
+            self._waits.append((number, done))
+
+    def forget(self) -> None:
+        """Wait for no transfer any more."""
+        self._open.clear()
+        waits, self._waits = self._waits, []
+        for _, done in waits:
+            done(None)
+
+
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """The frames to and from one other rank."""
+    """The frames and data messages to and from one other rank."""
 
     frame: bytearray = field(default_factory=lambda: bytearray(FRAME.size))
     """Entries that wait for the next frame."""
@@ -79,6 +122,10 @@ class _Peer:
     """Number of received frames of requests since the last sent frame."""
     begun: bytearray = field(default_factory=bytearray)
     """Received parts of an entry that continues in the next frame."""
+    sends: _Transfers = field(default_factory=_Transfers)
+    """Data messages to the rank."""
+    receives: _Transfers = field(default_factory=_Transfers)
+    """Data messages from the rank."""
     gone: bool = False
 
     def take(self) -> tuple[bytearray, bool]:
@@ -112,15 +159,18 @@ class Coalescer:
         self._handling_own = False
         self._handlers: Mapping[int, Handler] = {}
         self._closed = False
+        self.congested = False
+        """True if full frames to some rank wait for answers to earlier ones."""
         self._failures = 0
-        self._ended: Callable[[], None] | None = None
+        self._ended: Done | None = None
+        """Callback for the last entry, or None."""
         self.sent_bytes = 0
 
     def open(self, handlers: Mapping[int, Handler]) -> None:
         """Begin to receive, with the handler of each kind of entry."""
         self._handlers = handlers
         if self._transport.size > 1:
-            self._listen()
+            self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
 
     # --- sending ---------------------------------------------------------------------------------------------
 
@@ -137,6 +187,7 @@ class Coalescer:
         used = len(peer.frame)
         if used > FRAME.size and (used in _SHORT_BYTES or used + length + 2 * ENTRY.size > self._sizes.full):
             peer.full.append(peer.take())
+            self.congested = True
         frame = peer.frame
         frame += ENTRY.pack(kind, length)
         frame += head
@@ -154,11 +205,6 @@ class Coalescer:
             self.put(dst, kind | _CONTINUES, part, request=request)
         self.put(dst, kind, last, request=request)
 
-    @property
-    def congested(self) -> bool:
-        """True if full frames to some rank wait for answers to earlier ones."""
-        return any(peer.full for peer in self._peers)
-
     def flush(self) -> None:
         """Send the frames that need not wait, and handle the entries of this rank for itself."""
         while self._to_flush:
@@ -174,6 +220,8 @@ class Coalescer:
                 self._send(dst, peer, *peer.take())
             if peer.handled:  # no answer has reported these frames
                 self._send(dst, peer, bytearray(FRAME.size), False)
+        if self.congested:
+            self.congested = any(peer.full for peer in self._peers)
         if self._own and not self._handling_own:
             self._handle_own()
 
@@ -194,16 +242,21 @@ class Coalescer:
     def send(self, t: Tensor, dst: int, number: int, done: Done) -> None:
         """Send flat uint8 `t` as the data of request `number`."""
         self.sent_bytes += t.nbytes
-        self._transport.isend(t, dst, _DATA_TAGS + number % _DATA_TAGS, done)
+        self._transport.isend(t, dst, _DATA_TAGS + number % _DATA_TAGS, self._peers[dst].sends.begin(done))
 
     def receive(self, t: Tensor, src: int, number: int, done: Done) -> None:
         """Receive the data of request `number` into flat uint8 `t`."""
-        self._transport.irecv(t, src, _DATA_TAGS + number % _DATA_TAGS, done)
+        self._transport.irecv(t, src, _DATA_TAGS + number % _DATA_TAGS, self._peers[src].receives.begin(done))
+
+    def ended_sends(self, dst: int) -> int:
+        """Return a number of data messages to `dst`: the transport has taken all below it from this rank."""
+        return self._peers[dst].sends.ended
+
+    def when_received(self, src: int, number: int, done: Done) -> None:
+        """Call `done` when the data messages below `number` from `src` have arrived. A lost message never arrives."""
+        self._peers[src].receives.when_ended(number, done)
 
     # --- receiving -------------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
 
     def _arrived(self, error: BaseException | None) -> None:
         if self._closed:
@@ -211,7 +264,7 @@ class Coalescer:
         if error is not None:
             self._failures += 1  # a backend reports each lost rank once
             if self._failures < self._transport.size:
-                self._listen()
+                self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
             else:
                 self._failed(error)
             return
@@ -234,8 +287,8 @@ class Coalescer:
             except Exception as raised:  # noqa: BLE001  - it must not end the progress of other operations
                 self._report(source, raised)
             self.flush()
-        if not self._closed:
-            self._listen()  # after the answers, for which other ranks wait
+        if not self._closed:  # after the answers, for which other ranks wait
+            self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
 
     def _handle(self, source: int, peer: _Peer, frame: memoryview) -> None:
         at = FRAME.size
@@ -248,8 +301,7 @@ class Coalescer:
                 peer.begun += body
             elif kind == Kind.LAST:
                 self._closed = True
-                if self._ended is not None:
-                    self._ended()
+                self._end()
             else:
                 if peer.begun:
                     body, peer.begun = memoryview(peer.begun + body), bytearray()
@@ -276,8 +328,10 @@ class Coalescer:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def forget(self, rank: int) -> None:
-        """Send a rank that is gone nothing more."""
+        """Send a rank that is gone nothing more, and wait for none of its data, nor for the last entry."""
         self._peers[rank].gone = True
+        self._peers[rank].receives.forget()
+        self._end()
 
     def put_last(self, dst: int) -> None:
         """Send `dst` all entries now, with the notice that no rank will send it anything later."""
@@ -287,12 +341,17 @@ class Coalescer:
         while peer.full and not peer.gone:
             self._send(dst, peer, *peer.full.popleft())
 
-    def when_last(self, ended: Callable[[], None]) -> None:
-        """Call `ended` when this rank receives nothing more, or now if so."""
-        if self._closed or self._transport.size == 1:
-            ended()
+    def when_last(self, done: Done) -> None:
+        """Call `done` when this rank receives nothing more, or when a lost rank may owe the last entry."""
+        if self._closed or self._transport.size == 1 or any(peer.gone for peer in self._peers):
+            done(None)
         else:
-            self._ended = ended
+            self._ended = done
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(None)
 
     def abort(self) -> None:
         """Receive nothing more. Frames in flight are not recalled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.log import PushLog
+from aiodist.ps.policies import Policy
 from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
-from aiodist.ps.settings import Policy
 from aiodist.ps.sharing import SharedMemory
+from aiodist.ps.wire import Kind
 from aiodist.streams import Staging
 
 
@@ -58,6 +60,8 @@ class Context:
     """Number of checkpoints, and the folder of the last one."""
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """Lost ranks, with their errors."""
+    refusal: AiodistError | None = None
+    """Error of all requests after an abort."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -92,6 +96,11 @@ class Context:
     def host_for(self, t: Tensor) -> Tensor:
         """Return `t` itself on the host, else host memory for its values."""
         return t if t.is_cpu else Staging.of(self.progress).buffer(t.nbytes).view(t.dtype)
+
+    def put_json(self, rank: int, kind: Kind, said: dict[str, Any], *, request: bool = False) -> None:
+        """Send a rank that is not lost an entry in JSON, with the next `flush`. `request` is as in `Coalescer.put`."""
+        if rank not in self.gone:
+            self.coalescer.put(rank, kind, json.dumps(said).encode(), request=request)
 
     def living(self) -> list[int]:
         """Return the servers that are not lost."""

@@ -12,6 +12,7 @@ from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps.answers import Answers
 from aiodist.ps.context import Context
 from aiodist.ps.shard import Shards
+from aiodist.ps.wire import Kind
 
 _KEY_BITS = 40
 """Bits of a key that count the keys of one server; the others are the server's rank."""
@@ -141,7 +142,7 @@ class Directory:
 
     def _remove(self, name: _Name) -> None:
         for rank in name.first["servers"]:
-            self._answers.tell(rank, "remove", key=name.key)
+            self._context.put_json(rank, Kind.CALL, {"op": "remove", "key": name.key})
 
     def ready(self, client: int, call: _Call) -> None:
         """A filler has finished."""

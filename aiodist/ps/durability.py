@@ -147,13 +147,13 @@ class Durability(Naming):
             folder = await self._origin(members, shards)
             placed = [self._placed(entry) for entry in entries.values()]
             await session.run("rebind", partial(each, self._opened, placed, [(None,)] * len(placed)), None)
-            await session.told({})  # all names are known
+            await session.exchange({})  # all names are known
             if session.coll.rank == next(rank for rank, member in enumerate(members) if member.size):
                 load = partial(session.client.call, session.settings.servers[0], "load", path=folder, again=True)
                 await session.run("rebind", load, None)
-            await session.told({})  # all servers have their values
+            await session.exchange({})  # all servers have their values
             await self._push_again(entries, residuals)
-            await session.told({})  # pushes that were applied before are applied again
+            await session.exchange({})  # pushes that were applied before are applied again
         except BaseException as error:
             session.abort_everywhere(error)
             raise
@@ -165,7 +165,7 @@ class Durability(Naming):
         """
         session = self._session
         versions: dict[str, set[int]] = {}
-        for said in await session.told({"versions": {name: shard.version for name, shard in shards.items()}}):
+        for said in await session.exchange({"versions": {name: shard.version for name, shard in shards.items()}}):
             for name, version in said.get("versions", {}).items():
                 versions.setdefault(name, set()).add(version)
         torn = next((name for name, found in versions.items() if len(found) > 1), None)
@@ -201,7 +201,7 @@ class Durability(Naming):
         led = session.server.shards.led()
         mine = {shard.name: [[client, number] for client, number in shard.marks.items()] for shard in led}
         marks, versions = dict[str, int](), dict[str, int]()
-        for said in await session.told({"marks": mine, "versions": {shard.name: shard.version for shard in led}}):
+        for said in await session.exchange({"marks": mine, "versions": {shard.name: shard.version for shard in led}}):
             versions |= said["versions"]
             marks |= {name: dict(found).get(session.coll.rank, 0) for name, found in said["marks"].items()}
         return marks, versions
@@ -209,9 +209,9 @@ class Durability(Naming):
     async def _join(self) -> None:
         """Wait until the others have their values again; this rank is new, but may serve."""
         for _ in range(3):  # versions, names, values
-            await self._session.told({})
+            await self._session.exchange({})
         await self._marks()
-        await self._session.told({})
+        await self._session.exchange({})
 
 
 def _blocks_of(entry: NameEntry, push: LoggedPush, context: Context) -> list[Tensor]:

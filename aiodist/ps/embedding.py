@@ -92,7 +92,7 @@ class _Fetch:
 
 
 class Embedding(nn.Module):
-    """Rows of `table` for ids of any shape: `(*ids.shape, dim)`, as `nn.Embedding`, beside any layers of torch.
+    """A layer as `nn.Embedding`, whose rows are on the servers: ids of any shape give `(*ids.shape, dim)`.
 
     ```python
     words = Embedding(await ps.embedding("words", 64, optimizer=Adagrad(lr=0.1)))
@@ -104,21 +104,21 @@ class Embedding(nn.Module):
         async for ids, y in batches:  # (n, 8), (n,)
             loss = await net.step(lambda: loss_fn(net(ids), y), opt)
     ```
-    `forward` takes the rows that `prefetch` asked for, for this very tensor of ids; where there are none it pulls them
-    and waits. When backward is over the gradient of the rows is pushed: one push for each backward pass, however often
-    that used the layer (see `accumulating` too), and none in `eval` mode or without a graph. A loop need not wait for
-    pushes: a later forward raises what made one fail, or `ps.sync()`.
+    `forward` takes the rows that `prefetch` has requested for the same tensor of ids, or pulls them and waits. After
+    each backward pass the gradient of the rows is pushed: one push, even if the pass used the layer several times (see
+    `accumulating` too), and none in `eval` mode or without a graph. A loop need not wait for pushes, since a later
+    forward or `ps.sync()` raises the error of a push.
 
-    Under `Synchronous` the rows of a step hold the pushes of all workers' steps before it, so training is that of one
-    process on the joined batch: rows that were asked for early are sent as soon as the last step is applied. Under
-    other consistencies rows are sent as they are when they are asked for. All workers must make equally many backward
-    passes that use the layer.
+    Under `Synchronous` the rows of a step have the pushes of all workers' earlier steps, so training is that of one
+    process on the joined batch. Early requests for rows are answered after the last of these steps. Under other
+    consistencies the present rows are sent. All workers must make equally many backward passes that use the layer.
 
-    The servers have the rows: they are not in its `state_dict`, and no parameters. A loss that is scaled scales what is
-    pushed. `forward` and backward run on a compute thread, as in `net.step` and `net.submit`, or on any but the loop's.
+    The servers have the rows, which are no parameters of the layer, and not in its `state_dict`. A scaled loss scales
+    the pushed gradient. `forward` and backward run on a compute thread, as in `net.step` and `net.submit`, or on any
+    thread except the loop's.
 
-    Raises TypeError for what is no `Table`. `forward` raises as `Table.pull`, and RuntimeError on the loop's thread,
-    where it would have to wait.
+    Raises TypeError unless `table` is a `Table`. `forward` raises as `Table.pull`, and RuntimeError on the loop's
+    thread, which it would block.
     """
 
     def __init__(self, table: Table) -> None:

@@ -47,7 +47,7 @@ class Codes:
         """Return True if a push of the tensor is encoded."""
         if self.feedback is None or not entry.dtype.is_floating_point:
             return False
-        return any(span.rank != self._context.rank for span in entry.spans)
+        return any(rank != self._context.rank for rank in entry.servers)
 
     def encode(
         self, entry: NameEntry, value: Tensor, rule: Rule, alpha: float
@@ -120,8 +120,8 @@ class Codes:
 
     def forget(self, entry: NameEntry) -> None:
         """Drop the state of a tensor."""
-        for span in entry.spans:
-            part = (entry.key, span.rank)
+        for rank in entry.servers:
+            part = (entry.key, rank)
             self._lines.pop(part, None)
             if self.feedback is not None:
                 self.feedback.replace(part, None)

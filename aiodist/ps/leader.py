@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from aiodist.ps import machines
-from aiodist.ps.answers import Pulling, Pushing, Request
+from aiodist.ps.answers import Change, Pulling, Pushing, Request
 from aiodist.ps.block import Block
 from aiodist.ps.context import Context
 from aiodist.ps.machines import Apply, Drop, Serve
 from aiodist.ps.wire import Kind, Order, OrderKind
+
+
+class Do(NamedTuple):
+    """A change of settings, between two steps."""
+
+    client: int
+    number: int
+
+
+Action = machines.Action | Do
 
 
 class Leader:
@@ -21,15 +32,15 @@ class Leader:
         self.machine = context.policy.machine(context.workers)
         self.followers = block.servers[1:]
 
-    def decide(self, request: Request) -> Sequence[machines.Action]:
-        """Return the actions after a push or a pull. Raises ValueError for a request that the machine refuses."""
+    def decide(self, request: Request) -> Sequence[Action]:
+        """Return the actions after a request. Raises ValueError for a request that the machine refuses."""
         if isinstance(request, Pushing):
             return self.machine.push(machines.Push(request.client, request.number, request.base))
         if isinstance(request, Pulling):
             return self.machine.pull(machines.Pull(request.client, request.number, request.wants))
-        return ()
+        return (Do(request.client, request.number),) if isinstance(request, Change) else ()
 
-    def orders(self, actions: Sequence[machines.Action]) -> list[Order]:
+    def orders(self, actions: Sequence[Action]) -> list[Order]:
         """Return the orders of actions, which the followers get too."""
         found = []
         for action in actions:
@@ -38,6 +49,8 @@ class Leader:
                     found.append(self.order(OrderKind.APPLY, version, parts))
                 case Serve(client, number, version):
                     found.append(self.order(OrderKind.SERVE, version, ((client, number, 1.0),)))
+                case Do(client, number):
+                    found.append(self.order(OrderKind.DO, self.machine.version, ((client, number, 1.0),)))
                 case Drop(worker, number):
                     found.append(self.order(OrderKind.DROP, self.machine.version, ((worker, number, 1.0),)))
         return found

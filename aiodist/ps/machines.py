@@ -228,26 +228,23 @@ class Machine(ABC):
         return ValueError(f"client {client} is no worker: expected one of {list(self.held)}")
 
     def _make_steps(self, actions: list[Action]) -> None:
+        """Make the steps that need not wait, and serve the reads that waited for each."""
         while pushes := self._next():
-            self._apply(pushes, actions)
-
-    def _apply(self, pushes: Sequence[Push], actions: list[Action]) -> None:
-        """Make a step of pushes, which are the oldest of their workers, in order, and serve the reads that waited."""
-        weights = [1.0] * len(pushes)
-        if self._scale is not None:
-            weights = [weight_of(self._scale, self.version - push.base) for push in pushes]
-            self.counts.scaled += sum([weight != 1 for weight in weights])
-        share = 1.0 / len(pushes) if self._mean else 1.0
-        parts = tuple([Part(p.worker, p.number, share * weight) for p, weight in zip(pushes, weights, strict=True)])
-        for worker, _, base in pushes:
-            self.held[worker].popleft()
-            age = self.version - base
-            self.counts.staleness[age if age < EXACT_STALENESS else 1 << (age.bit_length() - 1)] += 1
-        self.version += 1
-        self.counts.incomplete += len(parts) < self._full
-        actions.append(Apply(self.version, parts))
-        if self.reads:
-            self._serve({part.worker: part.number for part in parts}, actions)
+            weights = [1.0] * len(pushes)
+            if self._scale is not None:
+                weights = [weight_of(self._scale, self.version - push.base) for push in pushes]
+                self.counts.scaled += sum([weight != 1 for weight in weights])
+            share = 1.0 / len(pushes) if self._mean else 1.0
+            parts = tuple([Part(p.worker, p.number, share * weight) for p, weight in zip(pushes, weights, strict=True)])
+            for worker, _, base in pushes:
+                self.held[worker].popleft()
+                age = self.version - base
+                self.counts.staleness[age if age < EXACT_STALENESS else 1 << (age.bit_length() - 1)] += 1
+            self.version += 1
+            self.counts.incomplete += len(parts) < self._full
+            actions.append(Apply(self.version, parts))
+            if self.reads:
+                self._serve({part.worker: part.number for part in parts}, actions)
 
     def _serve(self, applied: Mapping[int, int], actions: list[Action]) -> None:
         """Serve the reads that waited for a step. `applied` has the number of the last push of each worker in it."""

@@ -21,6 +21,8 @@ from aiodist.ps.settings import Span
 from aiodist.streams.memory import flat
 from aiodist.streams.writes import check_writable
 
+_PLAIN = (Tensor, nn.Parameter)
+
 
 @dataclass(eq=False, slots=True)
 class NameEntry:
@@ -33,6 +35,8 @@ class NameEntry:
     """Number of the rule on the wire."""
     rule: Rule
     spans: tuple[Span, ...] = ()
+    servers: tuple[int, ...] = ()
+    """Ranks of `spans`, in order."""
     codec: ObjectCodec | None = None
     table: TableSpec | None = None
     start: str = "first"
@@ -50,6 +54,10 @@ class NameEntry:
             self.dtype, self.shape = self.tensor.dtype, tuple(self.tensor.shape)
         if self.table is not None:
             self.dtype, self.shape = self.table.dtype, (self.table.rows or -1, self.table.dim)
+
+    def place(self, spans: tuple[Span, ...]) -> None:
+        """Set the blocks of the name, one for each server."""
+        self.spans, self.servers = spans, tuple([span.rank for span in spans])
 
     @property
     def frozen(self) -> bool:
@@ -74,6 +82,15 @@ class NameEntry:
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}{list(self.shape)} {self.name!r}"
+
+
+class Pushed(NamedTuple):
+    """The push of one tensor."""
+
+    entry: NameEntry
+    value: Tensor
+    """Flat."""
+    rule: int
 
 
 class Names:
@@ -157,6 +174,24 @@ class Names:
             f"what is {type(what).__name__}: expected None, a name, a tensor or parameter, a list of these, or a module"
         )
 
+    def plain(self, what: object, value: object) -> Pushed | None:
+        """Return the push of a plain tensor on the host by a name and the default rule, which all checks accept.
+
+        Returns None for any other push, for which `resolve` and `pushed_of` have errors that name the difference.
+        """
+        entry = self._entries.get(what) if type(what) is str else None
+        if not isinstance(entry, NameEntry) or entry.tensor is None:
+            return None
+        if not isinstance(value, Tensor) or type(value) not in _PLAIN:
+            return None
+        if value.dtype is not entry.dtype or value.shape != entry.shape or not value.is_cpu:
+            return None
+        if value.layout is not torch.strided or not value.is_contiguous() or value.is_neg() or value.is_conj():
+            return None
+        if value.storage_offset() * value.itemsize + value.nbytes > value.untyped_storage().nbytes():
+            return None  # a program may have shrunk the storage
+        return Pushed(entry, flat(value), entry.rule_number)
+
     def _listed(self) -> str:
         names = ", ".join(map(repr, self.names[:8]))
         return f"such as {names}{', ...' if len(self.names) > 8 else ''}" if names else "but there are none"
@@ -177,22 +212,12 @@ def named(tensors: object) -> dict[str, Tensor]:
         found = {str(i): t for i, t in enumerate(tensors)}
     else:
         raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
-    return {checked_name(name): checked(t, str(name)) for name, t in found.items()}
-
-
-def checked(t: object, name: str) -> Tensor:
-    """Return `t`; raise unless it is a tensor on the CPU or a CUDA device, and no conjugated or negated view."""
-    t = check_tensor(t, name)
-    if not (t.is_cpu or t.is_cuda):
-        raise ValueError(f"{name} lives on {t.device}: expected the CPU or a CUDA device, see .cpu()")
-    if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
-        raise ValueError(f"{name} is a view that is conj() or negated: expected one that is not, see .resolve_conj()")
-    return t
+    return {checked_name(name): check_tensor(t, str(name)) for name, t in found.items()}
 
 
 def checked_as(t: object, name: str, of: str, dtype: torch.dtype, shape: Sequence[int], why: str = "") -> Tensor:
-    """Return `t` as `checked`; raise TypeError or ValueError unless it has this dtype and shape."""
-    t = checked(t, name)
+    """Return `t` as `check_tensor`; raise TypeError or ValueError unless it has this dtype and shape."""
+    t = check_tensor(t, name)
     if t.dtype is not dtype:
         raise TypeError(f"{name} for {of!r} holds {dtype_name(t.dtype)}: expected {dtype_name(dtype)}{why}")
     if t.shape != shape:
@@ -206,15 +231,6 @@ def checked_name(name: object) -> str:
     return name
 
 
-class Pushed(NamedTuple):
-    """The push of one tensor."""
-
-    entry: NameEntry
-    value: Tensor
-    """Flat."""
-    rule: int
-
-
 def pushed_of(
     entries: Sequence[NameEntry],
     single: bool,
@@ -226,7 +242,7 @@ def pushed_of(
 
     A list skips frozen parameters without a value, if the rule takes gradients.
     """
-    if single:  # the most frequent call
+    if single:
         return [_pushed(entries[0], values, *(wanted or (entries[0].rule_number, entries[0].rule)), alpha)]
     given = [values] * len(entries) if values is None else listed("values", values)
     if len(given) != len(entries):

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES, Done, dtype_name
 from aiodist.codecs import ObjectCodec
+from aiodist.communicator.arguments import check_tensor
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program, together, transfer, transfers
-from aiodist.ps.names import NameEntry, Names, check_settings, checked, listed
+from aiodist.ps.names import NameEntry, Names, check_settings, listed
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.row_store import optimizer_of
 from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform, initial_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Settings, Span, Start, one_of, place, spread
+from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Settings, Span, Start, place, spread
 from aiodist.ps.table import Table
 from aiodist.streams.memory import flat
-from aiodist.types import check_timeout, settings_text
+from aiodist.types import check_timeout, one_of, settings_text
 
 _MISSING: Any = object()
 _NORMAL = Normal()
@@ -110,7 +111,7 @@ class Naming:
             if chosen is not RULES["copy"]:
                 raise ValueError(f"rule {chosen.name} for the object {name!r}: expected copy")
             return self._placed(NameEntry(name, None, number, chosen, codec=codec, start=start))
-        t = checked(value, name)
+        t = check_tensor(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
             raise TypeError(
@@ -203,7 +204,7 @@ class Naming:
             shape=list(entry.shape),
             rule=entry.rule_number,
             start=entry.start,
-            servers=[span.rank for span in entry.spans],
+            servers=entry.servers,
             codec=settings_text(entry.codec),
             table=str(entry.table),
             again=data is None,
@@ -225,11 +226,11 @@ class Naming:
     def _placed(self, entry: NameEntry) -> NameEntry:
         name, servers = entry.name, self._settings.servers
         if entry.table is not None:
-            entry.spans = spread(name, servers)
+            entry.place(spread(name, servers))
         elif entry.codec is not None:
-            entry.spans = place(name, 1, 1, servers, 2)
+            entry.place(place(name, 1, 1, servers, 2))
         else:
-            entry.spans = place(name, prod(entry.shape), entry.dtype.itemsize, servers, self._settings.split_bytes)
+            entry.place(place(name, prod(entry.shape), entry.dtype.itemsize, servers, self._settings.split_bytes))
         return entry
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:

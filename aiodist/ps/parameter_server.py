@@ -17,25 +17,24 @@ from aiodist.handles import Handle, Operation, join
 from aiodist.ps.durability import Durability
 from aiodist.ps.embedding import BackwardPushes
 from aiodist.ps.names import NameEntry, Pushed, check_apart, named, outs_of, pushed_of
+from aiodist.ps.policies import Asynchronous, Policy
 from aiodist.ps.requests import PullPart, UserCall
+from aiodist.ps.rules import Rule
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import (
     READS,
     STARTS,
-    Asynchronous,
-    Policy,
     ReadMode,
     RuleLike,
     Settings,
     Start,
-    check_int,
-    one_of,
     roles_of,
     rules_of,
 )
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import Reads
 from aiodist.streams.memory import flat
+from aiodist.types import check_int, one_of
 
 
 class ParameterServer(Durability):
@@ -232,8 +231,9 @@ class ParameterServer(Durability):
         one `sync`.
         """
         session = self._session
-        session.check()
-        pushed = self._pushed(self._names.resolve(what), values, rule, alpha)
+        session.check("push")
+        one = self._names.plain(what, values) if rule is None and type(alpha) is float and alpha == 1 else None
+        pushed = [one] if one is not None else pushed_of(*self._names.resolve(what), values, self._wanted(rule), alpha)
         nbytes = sum([value.nbytes for _, value, _ in pushed])
         handle = session.handle("push", nbytes, timeout)
         claims: list[Claim] = []
@@ -315,9 +315,9 @@ class ParameterServer(Durability):
         A tensor of `out` may be the tensor that is pushed for the same name. Raises ValueError for any other tensor
         that overlaps a pushed one.
         """
-        self._session.check()
+        self._session.check("push")
         found = self._names.resolve(what)
-        pushed = self._pushed(found, values, rule, alpha)
+        pushed = pushed_of(*found, values, self._wanted(rule), alpha)
         reads = Reads.SNAPSHOT if self._read_mode == "snapshot" else Reads.AFTER_OWN
         return self._pull("push_pull", found, out, (reads, 0), timeout, pushed, alpha)
 
@@ -418,21 +418,13 @@ class ParameterServer(Durability):
         no worker; on await PeerLost if the first server is lost, and the error of a push that failed after it was
         accepted. Cost: one message to each server, and an answer.
         """
-        self._session.check()
-        self._session.check_worker("barrier()")
+        self._session.check("barrier()")
         return self._session.run("barrier", self._session.client.meeting, timeout)
 
     # --- how a rank pushes and pulls ---------------------------------------------------------------------------
 
-    def _pushed(
-        self,
-        what: tuple[list[NameEntry], bool],
-        values: Any,  # noqa: ANN401
-        rule: RuleLike | None,
-        alpha: float,
-    ) -> list[Pushed]:
-        self._session.check_worker("push")
-        return pushed_of(*what, values, None if rule is None else self._settings.rule(rule), alpha)
+    def _wanted(self, rule: RuleLike | None) -> tuple[int, Rule] | None:
+        return None if rule is None else self._settings.rule(rule)
 
     def _claims(self, pushed: Sequence[Pushed], outs: Sequence[Tensor] = ()) -> list[Claim]:
         """Return the claims of an operation, without those of small values, which are copied at the call."""

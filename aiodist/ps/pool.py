@@ -1,4 +1,4 @@
-"""Buffers that were used, for what needs one of their size next."""
+"""Used buffers, which the next request for their size gets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Pool:
-    """Flat uint8 tensors by size; from any thread."""
+    """Free buffers, flat uint8, by size (any thread)."""
 
     def __init__(self, make: Callable[[int], Tensor], most_bytes: int = 512 << 20) -> None:
-        """`make(nbytes)` returns a new one; at most `most_bytes` of those that were released are kept."""
+        """`make(nbytes)` returns a new buffer. At most `most_bytes` of free buffers are kept."""
         self._make = make
         self._most_bytes = most_bytes
         self._free: dict[int, list[Tensor]] = {}
@@ -27,7 +27,7 @@ class Pool:
         return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take_room(self, nbytes: int) -> Tensor:
-        """Return a buffer of at least `nbytes`, at most an eighth more: for what has another size each time."""
+        """Return a buffer of at least `nbytes`, at most an eighth more, for data of varying size."""
         step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
         return self.take(-(-nbytes // step) * step)
 
@@ -40,11 +40,11 @@ class Pool:
         return found
 
     def release(self, t: Tensor) -> None:
-        """Keep `t`, which its user has finished with, for the next `take` of its size."""
+        """Keep `t`, which has no user any more, for the next `take` of its size."""
         if not 0 < t.nbytes <= self._most_bytes:
             return
         with self._lock:
             while self._kept_bytes + t.nbytes > self._most_bytes:
-                self._taken(next(iter(self._free)))  # of the size that was taken the longest ago: codes have all sizes
+                self._taken(next(iter(self._free)))  # the size with the oldest use, since codes have all sizes
             self._kept_bytes += t.nbytes
             self._free.setdefault(t.nbytes, []).append(t)

@@ -150,7 +150,7 @@ class PullPart:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.left = {span.rank for span in self.entry.spans}
+        self.left = set(self.entry.servers)
 
     def fill(self, src: int, t: Tensor) -> None:
         """Copy the data of server `src`."""
@@ -172,6 +172,10 @@ class Entry(NamedTuple):
     """Flat uint8 data that travel as a separate message, or None."""
 
 
+Call = tuple[Callable[..., object], *tuple[Any, ...]]
+"""A function that puts requests, and its arguments."""
+
+
 @dataclass(eq=False, slots=True)
 class _Late:
     """A request that is being made. `then(error)` sends it, once ready and first in the line."""
@@ -191,14 +195,12 @@ class RequestQueue:
         """`lost` takes the rank of a request to a lost server. `first` is the number of the first request."""
         self.context = context
         self._lost = lost
-        self._numbers = count(first)
+        self.numbers = count(first)
+        """Numbers of the next requests."""
         self._line: deque[_Late] = deque()
         """Requests that are being made, in order. The loop's thread adds, and the holder of the lock takes."""
-        self._gathered: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
-
-    def number(self) -> int:
-        """Return the next number."""
-        return next(self._numbers)
+        self._gathered: list[Call] | None = None
+        """Calls of a block of `together`, or None outside."""
 
     @property
     def waits(self) -> bool:
@@ -214,24 +216,24 @@ class RequestQueue:
         finally:
             self._gathered = None
             if gathered:
-                self.issue(self._make_all, gathered)
+                self.issue(*gathered)
 
-    def issue(self, call: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
-        """Make a call, which puts requests, after those that are being made, and send all."""
+    def issue(self, *calls: Call) -> None:
+        """Make calls, which put requests, after the requests that are being made, and send all."""
         if self._gathered is not None:
-            self._gathered.append((call, args))
+            self._gathered += calls
         elif self._line:
-            self.issue_later(lambda done: done(None), lambda _: self._make(call, *args))
+            self.issue_later(lambda done: done(None), lambda _: self._make(calls))
         else:
-            self.context.progress.start(self._make, call, *args)
+            self.context.progress.start(self._make, calls)
 
     def issue_later(self, begin: Callable[[Done], None], then: Done) -> None:
         """Let `begin(done)` make a request, and then `then(error)` send it. Later requests wait."""
-        if gathered := self._gathered:
+        if block := self._gathered:
             self._gathered = None
-            self.issue(self._make_all, gathered[:])
-            gathered.clear()
-            self._gathered = gathered
+            self.issue(*block)
+            block.clear()
+            self._gathered = block
         late = _Late(then)
         self._line.append(late)
 
@@ -243,13 +245,10 @@ class RequestQueue:
 
         self.context.progress.start(partial(begin, over))
 
-    def _make(self, call: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
-        call(*args)
-        self.context.coalescer.flush()
-
-    def _make_all(self, calls: Sequence[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
-        for call, args in calls:
+    def _make(self, calls: Sequence[Call]) -> None:
+        for call, *args in calls:
             call(*args)
+        self.context.coalescer.flush()
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Put the entries of a request into the coalescer, except those for lost servers (transport lock held)."""

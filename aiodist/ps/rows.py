@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.ps.optimizers import OptimizerRule, optimizer
-from aiodist.ps.settings import check_int
+from aiodist.types import check_int
 
 MOST_DIM = 1 << 20
 IDS_END = 1 << 63

@@ -7,7 +7,6 @@ number of shards, in any thread. Ranks compare the `repr` of rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, TypeAlias
 
@@ -140,55 +139,69 @@ class Function(Rule):
         return f"Function({self.name})"
 
 
-@dataclass(eq=False, repr=False)
 class _Known(Rule):
-    """A rule with a name: `change(shard, value, alpha)`."""
+    """A rule without settings, known by its name."""
 
-    name: str = field()
-    change: Callable[[Tensor, Tensor, float], object]
-    takes: frozenset[torch.dtype] = SUPPORTED
-    takes_value: bool = field(default=True, kw_only=True)
-    combines: bool = field(default=False, kw_only=True)
-    scales: bool = field(default=True, kw_only=True)
-
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        self.change(shard, value, alpha)
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __repr__(self) -> str:
         return self.name
 
 
-def _copy(shard: Tensor, value: Tensor, alpha: float) -> None:
-    shard, value = bare(shard), bare(value)
-    if alpha == 1:
-        shard.copy_(value)
-    else:
-        torch.mul(value, factor(shard, alpha), out=shard)
+class _Zero(_Known):
+    takes_value = False
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        bare(shard).zero_()
 
 
-def _add(shard: Tensor, value: Tensor, alpha: float) -> None:
-    if shard.requires_grad or value.requires_grad:  # otherwise the shard could get a history
-        shard, value = shard.detach(), value.detach()
-    if alpha == 1:
-        shard.add_(value)
-    else:
-        shard.add_(value, alpha=factor(shard, alpha))
+class _Copy(_Known):
+    combines = True  # of several pushes in one step their sum, or mean
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        shard, value = bare(shard), bare(value)
+        if alpha == 1:
+            shard.copy_(value)
+        else:
+            torch.mul(value, factor(shard, alpha), out=shard)
 
 
-def _into(operator: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, float], object]:
-    return lambda shard, value, _: operator(bare(shard), bare(value), out=bare(shard))
+class _Add(_Known):
+    takes = _NUMBERS
+    combines = True
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        if shard.requires_grad or value.requires_grad:  # otherwise the shard could get a history
+            shard, value = shard.detach(), value.detach()
+        if alpha == 1:
+            shard.add_(value)
+        else:
+            shard.add_(value, alpha=factor(shard, alpha))
+
+
+class _Operator(_Known):
+    scales = False
+
+    def __init__(self, name: str, operator: Callable[..., Tensor], takes: frozenset[torch.dtype]) -> None:
+        super().__init__(name)
+        self.operator = operator
+        self.takes = takes
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        self.operator(bare(shard), bare(value), out=bare(shard))
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        _Known("zero", lambda shard, *_: bare(shard).zero_(), takes_value=False),
-        _Known("copy", _copy, combines=True),  # of several pushes in one step their sum, or mean
-        _Known("add", _add, _NUMBERS, combines=True),
-        _Known("axpy", _add, _NUMBERS, combines=True),
-        _Known("mul", _into(torch.mul), _NUMBERS, scales=False),
-        _Known("min", _into(torch.minimum), _ORDERED, scales=False),
-        _Known("max", _into(torch.maximum), _ORDERED, scales=False),
+        _Zero("zero"),
+        _Copy("copy"),
+        _Add("add"),
+        _Add("axpy"),
+        _Operator("mul", torch.mul, _NUMBERS),
+        _Operator("min", torch.minimum, _ORDERED),
+        _Operator("max", torch.maximum, _ORDERED),
     )
 }
 """Rules by name. `add` and `axpy` are the same: shard += alpha * value."""

@@ -1,8 +1,8 @@
 """A server's part of checkpoints, which are taken and restored while pushes continue.
 
 The first server does one save or load after the other. For a save, the leader of each tensor puts an order between two
-steps, at which every shard captures its values. Then each rank writes its file, and the first server the manifest. For
-a load, all ranks read and compare first. Then an order lets every shard take the memory that was read.
+steps, at which every shard captures its values. Each rank writes its file, and the first server the manifest. For a
+load, all ranks read and compare first. At the next order every shard takes the memory that was read.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ServerSaving:
     async def _new_turn(self) -> tuple[int, _Tensors]:
         """Return the number of a new turn, and all tensors of the parameter server."""
         led = await self._ask(self._context.servers, "led")
-        return self._client.queue.number(), [tensor for each in led for tensor in each["tensors"]]
+        return next(self._client.queue.numbers), [tensor for each in led for tensor in each["tensors"]]
 
     def _end(self, turn: int) -> None:
         for rank in self._ranks():
@@ -297,6 +297,12 @@ class ServerSaving:
         else:
             shard.take(turn.restored.pop(shard.key))
             reached(None)
+
+    def late(self) -> dict[int, str]:
+        """Return the servers whose order a save or a load waits for, each with a tensor (any thread)."""
+        waiting = [turn for turn in list(self._turns.values()) if turn.done is not None]
+        shards = [self._shards.get(key) for turn in waiting for key in turn.keys if key not in turn.reached]
+        return {shard.servers[0]: f"order for {shard.name!r}" for shard in shards if shard is not None}
 
     def check(self) -> None:
         """End turns that wait for a shard that was freed or refuses its orders."""

@@ -23,7 +23,7 @@ from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard, Shards
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.table_shard import TableShard
-from aiodist.ps.wire import FILL, Kind, Order, Reads, Way, bytes_in, unpack, values_in
+from aiodist.ps.wire import FILL, Kind, Order, Reads, Way, bytes_in, values_in
 
 _Call = dict[str, Any]
 
@@ -67,7 +67,7 @@ class Server:
             "ready": self._directory.ready,
             "free": self._directory.free,
             "bye": self._bye,
-            "ping": lambda client, call: self._answers.answer(client, call["n"]),
+            "ping": self._ping,
         }
         self.handlers: dict[int, Handler] = {
             Kind.CALL: self._call,
@@ -95,18 +95,18 @@ class Server:
             shard.obey(order)
 
     def _release(self, client: int, body: memoryview) -> None:
-        key, number = wire.unpack_release(body)
+        key, number = wire.RELEASE.unpack_from(body)
         if (read := self.shards.get(key) or self._retired.get(key)) is not None:
             read.release(client, number)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = unpack(wire.PushHead, body)
+        head = wire.PushHead(*wire.PUSH.unpack_from(body))
         push = Pushing(client, head.number, head.key, head.base, head.rule, head.alpha, head.coded)
         shard = self.shards.get(head.key)
         dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
         accepts = self.context.policy.accepts and head.rule != FILL
         if head.way == Way.INLINE:
-            value = values_in(body, wire.PUSH_BYTES, head.nbytes, dtype)
+            value = values_in(body, wire.PUSH.size, head.nbytes, dtype)
             # A waiting push must not keep its frame, which is larger than the value.
             push.value = value.clone() if accepts else value
         elif head.way == Way.MESSAGE:
@@ -136,10 +136,10 @@ class Server:
         return push.buffer[:nbytes]
 
     def _pull(self, client: int, body: memoryview) -> None:
-        head = unpack(wire.PullHead, body)
+        head = wire.PullHead(*wire.PULL.unpack_from(body))
         pull = Pulling(client, head.number, head.key, head.wants, Reads(head.reads))
-        if isinstance(self.shards.get(head.key), TableShard):
-            ids = unpack(wire.IdsHead, body, wire.PULL_BYTES)
+        if len(body) > wire.PULL.size:  # of a table, perhaps a freed one
+            ids = wire.IdsHead(*wire.IDS.unpack_from(body, wire.PULL.size))
             if ids.way == Way.MEMORY:
                 if client in self.context.gone:
                     return
@@ -149,7 +149,7 @@ class Server:
                 pull.ready = False
                 self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, pull))
             else:  # a waiting pull must not keep its frame
-                came = memoryview(bytearray(body[wire.PULL_BYTES + wire.IDS_BYTES :]))
+                came = memoryview(bytearray(body[wire.PULL.size + wire.IDS.size :]))
                 pull.rows = bytes_in(came, 0, ids.nbytes)
         self._expect(pull)
 
@@ -258,6 +258,23 @@ class Server:
         """A rank without open requests waits for the end."""
         self._goodbyes[client] = call["n"]
         self._check_over()
+
+    def _ping(self, client: int, call: _Call) -> None:
+        """Answer a rank after the arrival of its data."""
+        coalescer = self.context.coalescer
+
+        def arrived(_: object) -> None:
+            self._answers.answer(client, call["n"], sent=coalescer.ended_sends(client))
+            coalescer.flush()
+
+        coalescer.when_received(client, call["sent"], arrived)
+
+    def late(self) -> dict[int, str]:
+        """Return the ranks for which requests and saves wait on this server, each with the cause (any thread)."""
+        late = self.saving.late()
+        for shard in list(self.shards.values()):
+            late |= shard.late()
+        return late
 
     def _check_over(self) -> None:
         """Release all ranks, with the last entry, once all wait for the end."""

@@ -34,7 +34,7 @@ from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context
-from aiodist.ps.leaving import Leaving
+from aiodist.ps.leaving import leave
 from aiodist.ps.log import PushLog
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
@@ -73,7 +73,6 @@ class ParameterServerSession:
         self.server: Server
         self.client: Client
         self._watch: ServerWatch
-        self._leaving: Leaving
         self._counts: defaultdict[str, Any] = defaultdict(int)
         self._seq = 0
 
@@ -116,9 +115,9 @@ class ParameterServerSession:
         self.timeout = coll.timeout if self._timeout is None else self._timeout
         alike = False
         try:
-            told = await self.told({"settings": self.settings.described(), "me": asdict(me)})
+            facts = await self.exchange({"settings": self.settings.described(), "me": asdict(me)})
             alike = True  # every rank raises the next error
-            members = self._agreed(told)
+            members = self._agreed(facts)
             alike = False
             self._open(members)
         except BaseException as error:
@@ -128,19 +127,18 @@ class ParameterServerSession:
             raise
         return members
 
-    async def told(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    async def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the values of all ranks."""
         return await agree(self.coll, f"parameter server {self.coll.name!r}", mine)
 
-    def _agreed(self, told: Sequence[dict[str, Any]]) -> list[ServerMember]:
+    def _agreed(self, facts: Sequence[dict[str, Any]]) -> list[ServerMember]:
         """Return the ranks, and set the roles. Raises MismatchError if ranks have other settings."""
-        members = [ServerMember(**each["me"]) for each in told]
+        members = [ServerMember(**each["me"]) for each in facts]
         free = {"servers", "workers"} if any(member.size for member in members) else set()
-        for each in told:
-            for what, mine in each["settings"].items():
-                if mine != told[0]["settings"][what] and what not in free:
-                    texts = [str(each["settings"][what]) for each in told]
-                    raise MismatchError(disagreement(f"{what} of parameter server {self.coll.name!r}", texts))
+        for what, first in facts[0]["settings"].items():
+            texts = [str(each["settings"][what]) for each in facts]
+            if what not in free and any(text != first for text in texts):
+                raise MismatchError(disagreement(f"{what} of parameter server {self.coll.name!r}", texts))
         servers, workers = roles_among(members, (self.settings.servers, self.settings.workers))
         if not free and len(workers) < (n := getattr(self.settings.consistency, "n", 1)):
             raise ValueError(f"a quorum of {n} of workers {list(workers)}: expected at least {n} workers")
@@ -151,7 +149,7 @@ class ParameterServerSession:
         progress = self.progress = Progress.current()
         self.account = Account(progress.loop)
         self.context = self._context(members)
-        first = self.client.queue.number() if hasattr(self, "client") else _FIRST
+        first = next(self.client.queue.numbers) if hasattr(self, "client") else _FIRST
         self.server = Server(self.context)
         self.client = Client(self.context, first)
         self.server.open(self.client)
@@ -162,9 +160,8 @@ class ParameterServerSession:
         self.refusal = None
         dispatcher, aborted = parts_of(self.coll).dispatcher, self.abort_everywhere
         self._watch = ServerWatch(
-            self.context, self.client, dispatcher.watch.inquiry, dispatcher.ranks, self.run, aborted
+            self.context, self.client, self.server, dispatcher.watch.inquiry, dispatcher.ranks, self.run, aborted
         )
-        self._leaving = Leaving(self.context, self.client, self.run)
         with transport_lock:
             self.context.coalescer.open(self.server.handlers | self.client.handlers)
         if self._lifetime.refusal is not None:  # a rank was lost meanwhile
@@ -236,7 +233,7 @@ class ParameterServerSession:
         while True:
             try:
                 self._check_refusal()
-                await self._leaving.leave()
+                await leave(self.context, self.client, self.run)
                 return self._check_refusal()
             except (PeerLost, CommunicatorError) as error:
                 if rebind is None or not self._superseded(error):
@@ -267,7 +264,6 @@ class ParameterServerSession:
         """Refuse calls, and receive nothing more."""
         self.refusal = self.refusal or refusal
         self._watch.close()
-        self._leaving.end()
         with transport_lock:
             self.context.coalescer.abort()
             self.context.service.close()
@@ -315,7 +311,6 @@ class ParameterServerSession:
             self.server.lose(rank)
             self.client.lose(rank)
             context.coalescer.flush()
-        self._leaving.end()
 
     def _aborted(self, error: AiodistError) -> None:
         if not isinstance(error, PeerLost):
@@ -327,22 +322,22 @@ class ParameterServerSession:
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise if the parameter server refuses calls, or if the calling thread or loop is wrong."""
+    def check(self, worker_call: str = "") -> None:
+        """Raise if the parameter server refuses calls, or if the calling thread or loop is wrong.
+
+        With the name of a call for workers, raises ValueError unless this rank is a worker.
+        """
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)
         if _get_running_loop() is not self.progress.loop:
             self.check_loop()
+        if worker_call and self.context.rank not in self.context.workers:
+            workers = list(self.context.workers)
+            raise ValueError(f"{worker_call} on rank {self.context.rank}: expected a worker, one of {workers}")
 
     def check_loop(self) -> None:
         """Raise RuntimeError unless the calling thread runs the loop of this session."""
         self.progress.check_here(f"parameter server {self.coll.name!r}")
-
-    def check_worker(self, what: str) -> None:
-        """Raise ValueError unless this rank is a worker."""
-        if self.context.rank not in self.context.workers:
-            workers = list(self.context.workers)
-            raise ValueError(f"{what} on rank {self.context.rank}: expected a worker, one of {workers}")
 
     def handle(self, op: str, nbytes: int, timeout: float | None, depth: int = 3) -> Handle[Any]:
         """Return the handle of a call that is made `depth` frames up."""
@@ -377,8 +372,13 @@ class ParameterServerSession:
             else:
                 operation.reject(self.client.queue.located(error))
 
-        begin = self.progress.start if now else self.client.queue.issue
-        begin(lambda: run(make(), finish))
+        def begin() -> None:
+            run(make(), finish)
+
+        if now:
+            self.progress.start(begin)
+        else:
+            self.client.queue.issue((begin,))
         return handle
 
 

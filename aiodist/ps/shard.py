@@ -16,8 +16,8 @@ from typing import Any
 from aiodist.ps.answers import Answers, Change, Pulling, Pushing, Request, Restored
 from aiodist.ps.block import Block, BlockMemory
 from aiodist.ps.context import Context
-from aiodist.ps.leader import Leader
-from aiodist.ps.machines import Action, Apply, Serve
+from aiodist.ps.leader import Action, Leader
+from aiodist.ps.machines import Apply, Serve
 from aiodist.ps.readers import Reader
 from aiodist.ps.rules import Function, Piece, apply_step
 from aiodist.ps.service import LIGHT_BYTES, error_of
@@ -75,11 +75,26 @@ class Shard(Block):
             else:
                 self._serve(request)
             return
-        if self.leader is not None:
-            self._lead(self.leader, request)
-        else:
-            self._arrived[(request.client, request.number)] = (request, perf_counter())
+        client, number = request.client, request.number
+        if self.leader is None:
+            self._arrived[(client, number)] = (request, perf_counter())
             self.advance()
+            return
+        try:
+            actions = self.leader.decide(request)
+        except ValueError as error:
+            self._answers.refuse(request, error)
+            # The followers have the request too, and would keep it forever.
+            self.leader.order(OrderKind.DROP, self.version, ((client, number, 1.0),))
+            return
+        waits = self._orders or self._busy or self._arrived
+        if self._quick and len(actions) == 1 and not waits and self._do_now(request, actions[0]):
+            return
+        self._arrived[(client, number)] = (request, perf_counter())
+        if isinstance(request, Pushing) and not actions and not self._context.policy.accepts:
+            self._answers.done(request, Stage.ACCEPTED)  # the machine holds the push
+        self._orders += self.leader.orders(actions)
+        self.advance()
 
     def fill(self, request: Pushing) -> None:
         """Take the first values."""
@@ -126,6 +141,14 @@ class Shard(Block):
         held = [key for key, (request, _) in self._arrived.items() if not isinstance(request, Pulling)]
         return self._busy or any(client in clients for client, _ in held)
 
+    def late(self) -> dict[int, str]:
+        """Return the ranks for which requests wait here, each with the cause (any thread)."""
+        if not self._arrived:
+            return {}
+        if self._orders:
+            return dict.fromkeys(self.readers.clients(), f"read of {self.name!r}")
+        return {} if self.leader is not None else {self.servers[0]: f"order for {self.name!r}"}
+
     def refuse(self, error: Exception) -> None:
         """Carry out the orders so far, and refuse all other requests."""
         self.refusal = error
@@ -161,28 +184,7 @@ class Shard(Block):
         held = any(key[0] == client and isinstance(each, Pushing) for key, (each, _) in self._arrived.items())
         return held or any(push.client == client for push in self._applying)
 
-    # --- decisions of the leader -----------------------------------------------------------------------------------
-
-    def _lead(self, leader: Leader, request: Request) -> None:
-        """Ask the machine about a request. Carry out the actions now, or in their turn."""
-        client, number = request.client, request.number
-        try:
-            actions = leader.decide(request)
-        except ValueError as error:
-            self._answers.refuse(request, error)
-            # The followers have the request too, and would keep it forever.
-            leader.order(OrderKind.DROP, self.version, ((client, number, 1.0),))
-            return
-        waits = self._orders or self._busy or self._arrived
-        if self._quick and len(actions) == 1 and not waits and self._do_now(request, actions[0]):
-            return
-        self._arrived[(client, number)] = (request, perf_counter())
-        if isinstance(request, Pushing) and not actions and not self._context.policy.accepts:
-            self._answers.done(request, Stage.ACCEPTED)  # the machine holds the push
-        if isinstance(request, Change):
-            self._orders.append(leader.order(OrderKind.DO, leader.machine.version, ((client, number, 1.0),)))
-        self._orders += leader.orders(actions)
-        self.advance()
+    # --- orders ------------------------------------------------------------------------------------------------------
 
     def _do_now(self, request: Request, action: Action) -> bool:
         """Carry out an action for which nothing waits. Return False if it takes an order."""
@@ -201,8 +203,6 @@ class Shard(Block):
             failure = error
         self._finished(action.version, (request,), failure)
         return True
-
-    # --- orders ------------------------------------------------------------------------------------------------------
 
     def obey(self, order: Order) -> None:
         """Take an order of the leader."""

@@ -12,13 +12,15 @@ from aiodist.backends.base import dtype_name
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Progress
 from aiodist.ps.names import NameEntry, Names, checked_as
+from aiodist.ps.policies import Synchronous
 from aiodist.ps.requests import PullPart, UserCall
 from aiodist.ps.rows import ID_BYTES, GroupedIds, TableSpec, grouped, packed_rows
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import READS, ReadMode, Synchronous, check_int, one_of
+from aiodist.ps.settings import READS, ReadMode
 from aiodist.ps.wire import TABLE
 from aiodist.streams.memory import flat
 from aiodist.streams.writes import check_writable
+from aiodist.types import check_int, one_of
 
 
 class Table:
@@ -136,7 +138,7 @@ class Table:
             # Rows to be copied to `out` use the pool, since new memory costs as much as all the copying.
             came = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if out is None else pool.take_room(nbytes)
             rows = came[:nbytes].view(self.dtype).view(-1, self.dim)
-        blocks = dict(zip((span.rank for span in self._entry.spans), chosen.blocks(), strict=True))
+        blocks = dict(zip(self._entry.servers, chosen.blocks(), strict=True))
         ids = {rank: room[block.start * ID_BYTES : block.stop * ID_BYTES] for rank, block in blocks.items()}
 
         def over() -> Tensor:
@@ -168,8 +170,7 @@ class Table:
         another rule, and on a rank that is no worker; RemoteError on await for an error on a server, PeerLost if a
         server is lost. Cost: a message to each server, with 8 bytes and the row for each distinct id.
         """
-        self._check()
-        self._session.check_worker("push")
+        self._check("push")
         if rule is not None:
             one_of("rule", rule, ("copy",))
         chosen = self.group(ids)
@@ -183,8 +184,7 @@ class Table:
 
         Do not change `values` before the end. Raises BufferInFlight if an operation in flight writes `values`.
         """
-        self._check()
-        self._session.check_worker("push")
+        self._check("push")
         rows = self._checked(values, "values", chosen.ids).detach()
         return self._push(chosen, rows, reading(flat(rows)), timeout)
 
@@ -215,8 +215,8 @@ class Table:
             session.progress.try_poll()
         return handle
 
-    def _check(self) -> None:
-        self._session.check()
+    def _check(self, worker_call: str = "") -> None:
+        self._session.check(worker_call)
         if self.name not in self._names or self._names[self.name] is not self._entry:
             raise KeyError(f"the table {self.name!r} was freed")
 

@@ -1,4 +1,4 @@
-"""A table among the shards of a server: the orders are those of any tensor, and change rows."""
+"""One server's rows of a table: requests and orders are those of any tensor, and change rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from aiodist.ps.wire import TABLE, Order
 
 
 class TableShard(Shard):
-    """What one server has of one table; every method runs with the transport lock held, unless it says otherwise.
+    """One server's rows of one table (transport lock held, unless a method says otherwise).
 
-    Each server has the rows that `owners` says. A push tells every server, one without rows too, so that all of them go
-    through the same versions, by the orders of the one that leads.
+    `owners` defines the server of each row. A push goes to every server, also to one without rows, so that all servers
+    go through the same versions.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TableShard(Shard):
     ) -> None:
         super().__init__(context, answers, turned, call)
         self.pushed_dtype = torch.uint8
-        self.memory.waits_for_readers = True  # they gather rows on this server, also if their processes are stopped
+        self.memory.waits_for_readers = True  # reads gather rows on this server, even if the reading process is stopped
         self.spec = TableSpec.from_json(call["table"])
         self.store = RowStore(self.spec)
         self._count = len(self.spans)

@@ -44,13 +44,12 @@ class Pushes:
         self._syncs: deque[tuple[int, Handle[None], Account]] = deque()
         self._late_error: BaseException | None = None
         """Error of a push whose handle was done."""
-        self._refusal: AiodistError | None = None
 
     # --- requests --------------------------------------------------------------------------------------------
 
     def push(self, operation: UserCall, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`. A small value on the host is copied now, otherwise the push owns it until the end."""
-        number = self._wait(self._queue.number(), entry, operation, value.nbytes)
+        number = self._wait(next(self._queue.numbers), entry, operation, value.nbytes)
         fetch = None
         if not value.is_cpu:
             value, fetch = self._context.staged(value)
@@ -60,14 +59,15 @@ class Pushes:
             encode = partial(self._codes.encode, entry, value, self._context.rules[rule], alpha)
             self._encode(number, entry, value.nbytes, encode, rule, fetch)
             return
-        spans = entry.spans  # the one span of an object does not have the length of its code
-        if len(spans) == 1 and self._log is None and fetch is None:
-            self._queue.issue(self._queue.put, (self._entry(number, entry, spans[0], value, rule, alpha, False),))
+        whole = len(entry.spans) == 1  # the one span of an object does not have the length of its code
+        if whole and self._log is None and fetch is None:
+            entries = (self._entry(number, entry, entry.servers[0], value, rule, alpha, False),)
+            self._queue.issue((self._queue.put, entries))
             return
-        blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
+        blocks = [value] if whole else [value[start:stop] for _, start, stop in entry.spans]
         plain = [(block, False) for block in blocks]
         if fetch is None:
-            self._queue.issue(self._put, *self._made(number, entry, plain, rule, alpha))
+            self._queue.issue((self._put, *self._made(number, entry, plain, rule, alpha)))
         else:
             self._encode(number, entry, value.nbytes, lambda: (plain, alpha), rule, fetch)
 
@@ -75,7 +75,7 @@ class Pushes:
         self, operation: UserCall, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
     ) -> None:
         """Push `nbytes` of rows of a table. `pack` returns each server's block, in order, in any thread."""
-        number = self._wait(self._queue.number(), entry, operation, nbytes)
+        number = self._wait(next(self._queue.numbers), entry, operation, nbytes)
         self._encode(number, entry, nbytes, lambda: ([(block, False) for block in pack()], 1.0), rule)
 
     def _encode(
@@ -115,17 +115,17 @@ class Pushes:
         elif nbytes > LIGHT_BYTES or self._queue.waits:
             self._queue.issue_later(begin, over)
         elif (error := error_of(work)) is not None:
-            self._queue.issue(self.refuse, number, error)
+            self._queue.issue((self.refuse, number, error))
         else:
-            self._queue.issue(self._put, *self._made(number, entry, found[0][0], rule, found[0][1]))
+            self._queue.issue((self._put, *self._made(number, entry, found[0][0], rule, found[0][1])))
 
     def _made(
         self, number: int, entry: NameEntry, blocks: _Blocks, rule: int, alpha: float
     ) -> tuple[NameEntry, list[Entry], LoggedPush | None]:
         """Return the arguments of `_put` for a push of all blocks."""
         entries = [
-            self._entry(number, entry, span, block, rule, alpha, coded)
-            for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+            self._entry(number, entry, rank, block, rule, alpha, coded)
+            for rank, (block, coded) in zip(entry.servers, blocks, strict=True)
         ]
         if self._log is None:
             return entry, entries, None
@@ -146,7 +146,7 @@ class Pushes:
         self._wait(push.number, entry, Reported(self._note_late), None)
         plain = [(block, False) for block in blocks]
         _, entries, _ = self._made(push.number, entry, plain, push.rule, push.alpha)
-        self._queue.issue(self._queue.put, entries)
+        self._queue.issue((self._queue.put, entries))
 
     def _note_late(self, error: BaseException | None) -> None:
         self._late_error = self._late_error or error
@@ -156,9 +156,8 @@ class Pushes:
         if nbytes is not None:
             self._context.counts["pushes"] += 1
             self._context.counts["push_bytes"] += nbytes
-        ranks = [span.rank for span in entry.spans]
-        accepting = set(ranks) if self._context.policy.accepts else None
-        self._parts[number] = PushPart(operation, entry, set(ranks), accepting)
+        accepting = set(entry.servers) if self._context.policy.accepts else None
+        self._parts[number] = PushPart(operation, entry, set(entry.servers), accepting)
         self._open.add(number)
         self._line.append(number)  # in this order: a number that is only in the line has ended
         entry.open.add(number)
@@ -166,16 +165,16 @@ class Pushes:
         return number
 
     def _entry(
-        self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, coded: bool
+        self, number: int, entry: NameEntry, dst: int, value: Tensor, rule: int, alpha: float, coded: bool
     ) -> Entry:
-        dst, nbytes, context = span.rank, value.nbytes, self._context
+        nbytes, context = value.nbytes, self._context
         if nbytes <= context.coalescer.inline_bytes:
-            head = wire.pack_push(entry.key, rule, _INLINE, coded, number, entry.base, alpha, nbytes, 0, 0)
+            head = wire.PUSH.pack(entry.key, rule, _INLINE, coded, number, entry.base, alpha, nbytes, 0, 0)
             made = Entry(dst, _PUSH, number, head, as_bytes(value))
             way = Way.INLINE
         else:
             way, place = context.shared.way_to(dst, value)
-            head = wire.pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
+            head = wire.PUSH.pack(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
             made = Entry(dst, _PUSH, number, head, b"", value.view(torch.uint8) if way is Way.MESSAGE else None)
         if way is not Way.MEMORY and dst != context.rank and rule != FILL:
             context.counts["push_sent_bytes"] += nbytes
@@ -183,16 +182,16 @@ class Pushes:
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Send the first values of a block."""
-        number = self._queue.number()
+        number = next(self._queue.numbers)
         self._parts[number] = PushPart(Reported(done), entry, {span.rank})
-        self._queue.put((self._entry(number, entry, span, value[span.start : span.stop], FILL, 1.0, False),))
+        self._queue.put((self._entry(number, entry, span.rank, value[span.start : span.stop], FILL, 1.0, False),))
         self._context.coalescer.flush()
 
     # --- answers ---------------------------------------------------------------------------------------------
 
     def done(self, src: int, body: memoryview) -> None:
         """Server `src` reports the stage of a push."""
-        number, stage = wire.unpack_done(body)
+        number, stage = wire.DONE.unpack_from(body)
         part = self._parts.get(number)
         if part is None:
             return
@@ -254,7 +253,7 @@ class Pushes:
 
     def late_error(self) -> BaseException | None:
         """Return the error of a push whose handle was done, once; or the reason why no push is possible."""
-        error, self._late_error = self._refusal or self._late_error, None
+        error, self._late_error = self._context.refusal or self._late_error, None
         return error
 
     def sync(self, handle: Handle[None], account: Account) -> None:
@@ -289,7 +288,6 @@ class Pushes:
 
     def abort(self, error: AiodistError) -> None:
         """End all pushes and syncs."""
-        self._refusal = error  # also for syncs that wait for the holder of the lock
         for number in list(self._parts):
             self.refuse(number, error)
         self._check_syncs()
@@ -306,23 +304,22 @@ class Pulls:
 
     def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
         """Read from all servers of a tensor."""
-        number = self._queue.number()
+        number = next(self._queue.numbers)
         entry = part.entry
         self._parts[number] = part
         entry.open.add(number)
         counts = self._context.counts
         counts["pulls"] += 1
         counts["pull_bytes"] += part.nbytes
-        head = wire.pack_pull(entry.key, reads, number, wants)
-        self._queue.issue(
-            self._queue.put, [self._entry(number, span.rank, head, part.ids.get(span.rank)) for span in entry.spans]
-        )
+        head = wire.PULL.pack(entry.key, reads, number, wants)
+        entries = [self._entry(number, rank, head, part.ids.get(rank)) for rank in entry.servers]
+        self._queue.issue((self._queue.put, entries))
 
     def _entry(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Entry:
         if ids is None:
             return Entry(dst, Kind.PULL, number, head)
         way, place = self._context.shared.way_to(dst, ids)
-        head += wire.pack_ids(way, ids.nbytes, *place)
+        head += wire.IDS.pack(way, ids.nbytes, *place)
         data = as_bytes(ids) if way is Way.INLINE else b""
         return Entry(dst, Kind.PULL, number, head, data, ids if way is Way.MESSAGE else None)
 
@@ -330,7 +327,7 @@ class Pulls:
 
     def data(self, src: int, body: memoryview) -> None:
         """Take the data of server `src`, or the place where they are."""
-        data = wire.unpack(wire.Data, body)
+        data = wire.Data(*wire.DATA.unpack_from(body))
         part = self._parts.get(data.number)
         if part is None:  # aborted
             return
@@ -347,7 +344,7 @@ class Pulls:
         if data.way == Way.MEMORY:
             self._look(part, src, data)
         elif data.way == Way.INLINE:
-            raw = wire.bytes_in(body, wire.DATA_BYTES, data.nbytes)
+            raw = wire.bytes_in(body, wire.DATA.size, data.nbytes)
             if decode is not None:
                 decode(raw)
             else:
@@ -384,7 +381,7 @@ class Pulls:
 
         def copied(error: BaseException | None) -> None:
             if src not in self._context.gone:
-                self._context.coalescer.put(src, Kind.RELEASE, wire.pack_release(part.entry.key, data.number))
+                self._context.coalescer.put(src, Kind.RELEASE, wire.RELEASE.pack(part.entry.key, data.number))
             self.over(data.number, src, error)
 
         part.copying.add(src)

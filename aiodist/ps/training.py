@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
-from aiodist.ps.settings import check_int
 from aiodist.ps.training_client import Centre, Parameters, Run, TrainingClient, copy_all, like
+from aiodist.types import check_int
 
 __all__ = ["EAMSGD", "EASGD", "AsySGInCon", "Downpour", "Schedule", "TrainingClient", "elastic_alpha"]
 

@@ -1,10 +1,11 @@
-"""Finds the servers for which the requests of a rank wait: for errors at deadlines, and over dead links."""
+"""Finds the ranks for which the requests of a rank wait: for errors at deadlines, and after lost messages."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import count
 from math import inf
 from typing import Any, Protocol
 
@@ -13,11 +14,12 @@ from aiodist.handles import Handle
 from aiodist.handles.kernel import Program
 from aiodist.ps.client import Client
 from aiodist.ps.context import Context
+from aiodist.ps.server import Server
 
 _LOOK_SECONDS = 1.0
 """Time between two checks of the oldest open request, in seconds."""
 _PING_LOOKS = 10
-"""Number of checks between two pings of all servers."""
+"""Number of checks between two pings."""
 _ANSWER_SECONDS = 60.0
 """Longest time to the answer of a ping, in seconds. A live rank answers immediately, even if its loop is busy."""
 
@@ -34,15 +36,17 @@ class Run(Protocol):
 class ServerWatch:
     """Watches the open requests of one rank (loop's thread).
 
-    While the oldest request stays open, this rank asks the late ranks for their states, over the control channel, and
-    pings all servers, over the transport. A server without an answer ends the parameter server on all ranks, since a
-    connection may lose messages without a report.
+    While the oldest request of the client stays open, this rank asks the late ranks for their states, over the control
+    channel, and pings all servers, over the transport. While a request on this server waits for another server or for
+    readers, this rank pings these. An answer comes after all data messages before the ping, and a rank without an
+    answer ends the parameter server on all ranks, since a connection may lose messages without a report.
     """
 
     def __init__(
         self,
         context: Context,
         client: Client,
+        server: Server,
         inquiry: Inquiry,
         world_ranks: Sequence[int],
         run: Run,
@@ -51,6 +55,7 @@ class ServerWatch:
         """`world_ranks` are the world ranks of all ranks. `failed` takes the error of a ping or of the watch itself."""
         self._context = context
         self._client = client
+        self._server = server
         self._inquiry = inquiry
         self._world_ranks = world_ranks
         self._run = run
@@ -67,24 +72,31 @@ class ServerWatch:
 
     async def _watch(self) -> None:
         oldest, looks = None, 0
-        while True:
+        awaited: Collection[int] = ()
+        for tick in count(1):
             await asyncio.sleep(_LOOK_SECONDS)
             before, oldest = oldest, self._client.oldest()
             looks = looks + 1 if oldest is not None and oldest == before else 0
+            pings = set(self._context.servers) if looks and looks % _PING_LOOKS == 0 else set()
+            if tick % _PING_LOOKS == 0:
+                before_awaited, awaited = awaited, self._server.late().keys()
+                pings |= {rank for rank in awaited if rank in before_awaited}  # not what waits just now
             if looks == 0:
                 self._since = inf
-                continue
-            if looks & (looks - 1) == 0 or looks % _PING_LOOKS == 0:
+            elif looks & (looks - 1) == 0 or looks % _PING_LOOKS == 0:
                 self._since = min(self._since, self._inquiry.now())
                 others = [rank for rank in self._client.late() if rank != self._context.rank]
                 self._inquiry.ask([self._world_ranks[rank] for rank in others], self._context.name)
-            if looks % _PING_LOOKS == 0:
-                await self._run("ping", partial(self._client.asking_all, "ping"), _ANSWER_SECONDS, now=True)
+            pings.discard(self._context.rank)
+            if pings:
+                await self._run("ping", partial(self._client.pinging, pings), _ANSWER_SECONDS, now=True)
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, each with an open request and the state of the rank if known."""
         late = self._client.late()
         for rank, request in late.items():
+            if request == "ping":
+                request = late[rank] = self._server.late().get(rank, request)
             if (state := self._inquiry.text(self._world_ranks[rank], self._since)) is not None:
                 late[rank] = f"{request}; {state}"
         return late

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,34 +134,15 @@ class Data(NamedTuple):
     offset: int = 0
 
 
-_FORMS = {
-    PushHead: struct.Struct("<QHBBxxxxQQdQqq"),
-    PullHead: struct.Struct("<QBxxxxxxxQQ"),
-    IdsHead: struct.Struct("<BxxxxxxxQqq"),
-    Data: struct.Struct("<QqBBxxxxxxQqq"),
-}
-PUSH_BYTES = _FORMS[PushHead].size
-PULL_BYTES = _FORMS[PullHead].size
-IDS_BYTES = _FORMS[IdsHead].size
-DATA_BYTES = _FORMS[Data].size
-
-pack_push, pack_pull, pack_ids, pack_data = (form.pack for form in _FORMS.values())
-"""Functions that pack the fields of the heads above, in order."""
-
-_DONE = struct.Struct("<QBxxxxxxx")
-pack_done, unpack_done = _DONE.pack, _DONE.unpack_from
+PUSH = struct.Struct("<QHBBxxxxQQdQqq")
+PULL = struct.Struct("<QBxxxxxxxQQ")
+IDS = struct.Struct("<BxxxxxxxQqq")
+DATA = struct.Struct("<QqBBxxxxxxQqq")
+"""Forms of the heads above, with their fields in order."""
+DONE = struct.Struct("<QBxxxxxxx")
 """Number and stage of a push."""
-_RELEASE = struct.Struct("<QQ")
-pack_release, unpack_release = _RELEASE.pack, _RELEASE.unpack_from
+RELEASE = struct.Struct("<QQ")
 """Key of a tensor, and number of a pull."""
-
-_T = TypeVar("_T", PushHead, PullHead, IdsHead, Data)
-
-
-def unpack(kind: type[_T], body: memoryview, start: int = 0) -> _T:
-    return kind(*_FORMS[kind].unpack_from(body, start))
-
-
 _ORDER = struct.Struct("<QBxxxxxxxqQ")
 _PART = struct.Struct("<qQd")
 

@@ -1,4 +1,4 @@
-"""Frames of parameter servers between ranks of this process: lost, doubled, or with other entries than were sent."""
+"""Messages of parameter servers between ranks of this process: lost, doubled, or with other entries than were sent."""
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ Entry = tuple[int, bytes]
 
 
 class Frames:
-    """Changes to the frames of each rank."""
+    """Changes to the frames and data messages of each rank."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.copies: Callable[[], int] = lambda: 1
         """How many arrive of one."""
         self.edit: Callable[[int, int, list[Entry]], list[Entry]] | None = None
         """Returns the entries that arrive in place of those that (rank, rank) sends."""
+        self.lost_data: Callable[[int, int], bool] = lambda src, dst: False
+        """Returns True if a data message from rank `src` to `dst` is lost."""
+        self.dead: set[tuple[int, int]] = set()
+        """Links, from rank to rank, that lose all messages."""
         isend = LocalTransport.isend
 
         def sent(transport: LocalTransport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-            if not _is_frame(t, transport.rank):
+            link = transport.rank, dst
+            is_frame = _is_frame(t, transport.rank)
+            if link in self.dead or (not is_frame and self.lost_data(*link)):
+                done(None)
+                return
+            if not is_frame:
                 isend(transport, t, dst, tag, done)
                 return
             frame = t if self.edit is None else self._edited(t, transport.rank, dst)

@@ -90,7 +90,7 @@ async def test_p10_codes_travel_between_processes(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-async def test_p10_what_comes_behind_a_large_push_stays_behind_it(coll: Communicator, split: bool) -> None:
+async def test_p10_requests_after_a_large_push_keep_their_order(coll: Communicator, split: bool) -> None:
     w, v = torch.zeros(LARGE), torch.zeros(SMALL)
     async with ParameterServer(coll, {"w": w, "v": v}, codec=Half(), split_bytes=64 if split else 1 << 30) as ps:
         if coll.rank == 0:
@@ -254,7 +254,7 @@ class Failing:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-async def test_p10_a_push_that_cannot_be_encoded_says_so_and_changes_nothing(coll: Communicator, numel: int) -> None:
+async def test_p10_a_push_raises_the_error_of_its_encoder_and_changes_nothing(coll: Communicator, numel: int) -> None:
     mine = Failing()
     async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=mine) as ps:
         if ps.is_worker:
@@ -270,7 +270,7 @@ async def test_p10_a_push_that_cannot_be_encoded_says_so_and_changes_nothing(col
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("damage", ["short", "other kind", "other numel", "empty"])
-async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_nothing(
+async def test_p10_a_code_of_wrong_size_is_an_error_of_its_push_alone(
     coll: Communicator, damage: str, numel: int
 ) -> None:
     mine = Failing()
@@ -298,7 +298,7 @@ async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_no
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("side", ["server", "client"])
-async def test_p10_a_pull_whose_codec_fails_says_so_and_the_next_one_works(
+async def test_p10_a_pull_raises_the_error_of_its_codec_and_the_next_succeeds(
     coll: Communicator, side: str, numel: int
 ) -> None:
     mine = Failing()
@@ -328,7 +328,7 @@ async def test_p10_a_pull_whose_codec_fails_says_so_and_the_next_one_works(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-async def test_h7_a_push_whose_decoder_fails_says_so_and_the_next_one_works(coll: Communicator, numel: int) -> None:
+async def test_h7_a_push_raises_the_error_of_its_decoder_and_the_next_succeeds(coll: Communicator, numel: int) -> None:
     mine = Failing()
     async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=mine) as ps:
         if ps.is_server:
@@ -363,7 +363,7 @@ async def test_p10_lossless_pulls_are_what_the_server_has(coll: Communicator, nu
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-async def test_p10_pulls_come_to_what_stands_still_into_any_tensor(coll: Communicator, numel: int) -> None:
+async def test_p10_coded_pulls_converge_to_the_tensor_of_the_server(coll: Communicator, numel: int) -> None:
     first = draw(numel, 3, torch.float32)
     async with ParameterServer(coll, {"w": first}, servers=1, pull_codec=TopK(0.26)) as ps:
         if ps.is_worker:

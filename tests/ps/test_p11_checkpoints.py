@@ -110,7 +110,7 @@ def kept(path: Path, keep: int | None = None, ranks: int = 5, layout: str = "3",
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("rule", ["add", "adam"])
 @pytest.mark.parametrize("layout", SERVERS)
-def test_p11_another_number_of_servers_has_every_bit_and_goes_on(tmp_path: Path, layout: str, rule: str) -> None:
+def test_p11_another_number_of_servers_restores_every_bit(tmp_path: Path, layout: str, rule: str) -> None:
     """Three servers save; others load, and the same pushes come to the same: optimizers have their states."""
     more: Any = {"rule": RULES[rule]} if rule != "add" else {}
     expected = kept(tmp_path, **more)
@@ -220,7 +220,7 @@ async def test_p11_memory_that_is_being_written_is_left_by_what_changes_it(
             assert all(map(torch.equal, (await pulled()).values(), after.values()))
 
 
-def test_p11_residuals_of_codecs_go_on(tmp_path: Path) -> None:
+def test_p11_residuals_of_codecs_are_restored(tmp_path: Path) -> None:
     """The pushes after a load include the residual, also for another number of servers."""
 
     def pushed(layout: list[int], first: int, last: int, load: bool) -> dict[str, Tensor]:
@@ -342,7 +342,7 @@ OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_p11_other_names_and_shapes_are_told_and_change_nothing(tmp_path: Path, other: str) -> None:
+def test_p11_other_names_and_shapes_are_errors_and_change_nothing(tmp_path: Path, other: str) -> None:
     given, text = OTHERS[other]
 
     async def saves() -> None:
@@ -370,7 +370,7 @@ def test_p11_other_names_and_shapes_are_told_and_change_nothing(tmp_path: Path, 
 
 
 @pytest.mark.ranks(2)
-async def test_p11_another_rule_with_a_state_is_told(coll: Communicator, tmp_path: Path) -> None:
+async def test_p11_another_rule_with_a_state_is_an_error(coll: Communicator, tmp_path: Path) -> None:
     path = Path(await coll.broadcast_object(str(tmp_path)))
     for rule, text in ((Adam(lr=0.1), ""), (SGD(0.1, 0.9), "rule number 0, .* is Adam: expected SGD")):
         async with ParameterServer(coll, {"w": torch.zeros(4)}, rule=rule, timeout=SECONDS) as ps:

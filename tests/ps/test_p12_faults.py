@@ -72,7 +72,7 @@ def careful_and_slow(shard: Tensor, value: Tensor) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rule", [careful, careful_and_slow])
 @pytest.mark.parametrize("numel", NUMELS)
-async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(
+async def test_p12_the_next_barrier_raises_the_error_of_an_accepted_push(
     coll: Communicator, numel: int, rule: Callable[[Tensor, Tensor], None]
 ) -> None:
     async with ParameterServer(
@@ -94,7 +94,7 @@ async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
-async def test_p12_an_exception_of_one_body_gives_it_up_on_all_ranks(coll: Communicator, policy: Any) -> None:
+async def test_p12_an_exception_of_one_body_aborts_all_ranks(coll: Communicator, policy: Any) -> None:
     """The communicator of the parameter server continues."""
 
     async def work() -> None:
@@ -170,10 +170,7 @@ def test_p12_pushes_stay_exact_where_frames_are_doubled(frames: Frames, keys: in
 def names_the_rank(error: BaseException) -> bool:
     """Return True if an error names a late rank and the operation, or the rank whose frame is lost."""
     text = str(error)
-    return (
-        re.search(r"late: rank \d|rank \d: its frame \d+ to rank \d is lost|rank \d has not sent its last", text)
-        is not None
-    )
+    return re.search(r"late: rank \d|rank \d: its frame \d+ to rank \d is lost", text) is not None
 
 
 @pytest.mark.parametrize("lost", range(0, 60, 4))
@@ -253,7 +250,7 @@ def test_p12_a_call_over_a_dead_link_is_late_at_its_deadline(rank: int, at: int)
             assert end.op in ("push", "pull", "leave"), end
 
 
-def test_p12_an_error_at_a_deadline_says_where_the_server_is() -> None:
+def test_p12_an_error_at_a_deadline_has_the_state_of_the_server() -> None:
     async def main() -> None:
         async with (
             aiodist.init(timeout=30) as coll,
@@ -303,7 +300,7 @@ def test_p12_a_watch_that_fails_ends_the_parameter_server(monkeypatch: pytest.Mo
 
 
 @pytest.mark.ranks(2)
-async def test_p12_a_rank_that_is_busy_for_long_is_not_given_up(coll: Communicator) -> None:
+async def test_p12_a_busy_rank_counts_as_alive(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": torch.zeros(7)}) as ps:
         if coll.rank == 1:
             await asyncio.sleep(1e4)

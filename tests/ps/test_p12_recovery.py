@@ -178,7 +178,7 @@ def test_p12_rows_objects_and_codes_come_back_on_a_new_server(  # noqa: C901
         assert notes == {"step": 3}
 
 
-def test_p12_a_quorum_goes_on_with_the_workers_that_are_left() -> None:
+def test_p12_a_quorum_continues_with_the_remaining_workers() -> None:
     async def main(number: int) -> Any:
         async with aiodist.init(elastic=True) as coll:
             policy = Quorum(2, "sum")
@@ -231,7 +231,7 @@ def test_p12_servers_keep_what_they_have_where_a_worker_died() -> None:
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_p12_without_a_checkpoint_a_server_that_died_is_told(checkpoints: bool) -> None:
+def test_p12_without_a_checkpoint_a_dead_server_is_an_error(checkpoints: bool) -> None:
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
             with pytest.raises(PeerLost, match=r"a server is missing: expected .*a save"):  # noqa: PT012
@@ -244,7 +244,7 @@ def test_p12_without_a_checkpoint_a_server_that_died_is_told(checkpoints: bool) 
     run_ranks(3, main, elastic=(1, 3))
 
 
-def test_p13_a_joiner_gets_state_and_version_while_the_others_go_on(tmp_path: Path) -> None:
+def test_p13_a_new_rank_gets_state_and_version_while_the_others_continue(tmp_path: Path) -> None:
     """The new rank works immediately; no rank waits for its first pull."""
     seen: dict[str, Any] = {}
 
@@ -297,7 +297,7 @@ CLIENTS: dict[str, Any] = {
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_p12_a_client_goes_on_from_the_centre(tmp_path: Path, kind: str) -> None:
+def test_p12_a_client_continues_from_the_centre(tmp_path: Path, kind: str) -> None:
     """A server dies during pushes and pulls, whose errors are not raised after the clients have begun again."""
 
     async def main(number: int) -> Any:

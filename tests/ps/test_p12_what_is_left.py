@@ -63,7 +63,7 @@ def test_p12_a_failure_ends_the_service_thread_and_what_it_holds() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_p12_a_pull_keeps_no_tensor_once_it_is_over(coll: Communicator) -> None:
+async def test_p12_a_finished_pull_keeps_no_tensor(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": torch.ones(9)}) as ps:
         out = torch.zeros(9)
         await ps.pull("w", out)
@@ -86,7 +86,7 @@ async def test_p12_ranks_that_disagree_leave_no_communicator_open(coll: Communic
 
 
 @pytest.mark.ranks(2)
-async def test_p11_an_error_in_a_save_is_told_as_what_it_is(
+async def test_p11_an_error_in_a_save_keeps_its_type(
     coll: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A KeyError of the server's own is no tensor that was freed."""

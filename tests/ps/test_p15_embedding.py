@@ -224,7 +224,7 @@ async def test_p15_batches_without_a_backward_hold_up_nothing(coll: Communicator
 
 
 @pytest.mark.ranks(2)
-async def test_p15_on_the_loop_a_layer_says_that_it_would_block(coll: Communicator) -> None:
+async def test_p15_a_layer_on_the_loop_raises_since_it_would_block(coll: Communicator) -> None:
     async with ParameterServer(coll, servers=[0, 1]) as ps:
         words = Embedding(await ps.embedding("words", DIM, optimizer=SGD(lr=0.1)))
         with pytest.raises(RuntimeError, match="would block the event loop: call the model on a compute thread"):

@@ -26,7 +26,7 @@ from aiodist.ps import (
     Uniform,
 )
 from aiodist.ps.rows import packed_rows
-from aiodist.ps.wire import TABLE, Kind, PullHead, PushHead, Way, pack_ids, pack_pull, pack_push, unpack
+from aiodist.ps.wire import IDS, PULL, PUSH, TABLE, Kind, PullHead, PushHead, Way
 from tests.ps.frames import Entry, Frames
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
@@ -264,7 +264,7 @@ async def test_p15_mistakes_are_raised_by_the_call(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_p15_ranks_that_disagree_on_a_table_are_told(coll: Communicator) -> None:
+async def test_p15_ranks_that_disagree_on_a_table_raise(coll: Communicator) -> None:
     async with ParameterServer(coll, timeout=SECONDS) as ps:
         made = await ps.embedding("t", 2, seed=1) if coll.rank == 0 else None
         await coll.barrier()
@@ -294,7 +294,7 @@ async def test_p15_a_table_is_freed_and_made_anew(coll: Communicator) -> None:
         assert ps.statistics().rows == 0
 
 
-HEADS: dict[int, Any] = {Kind.PUSH: PushHead, Kind.PULL: PullHead}
+HEADS: dict[int, Any] = {Kind.PUSH: (PushHead, PUSH), Kind.PULL: (PullHead, PULL)}
 CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull order": [9, 3], "short": [1], "rule": [1]}
 """The ids of each malformed entry; in the other cases the ids of both servers together."""
 
@@ -306,16 +306,16 @@ def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
     body = bytes(packed_rows(ids, rows).tolist())
     if what.startswith("pull"):
         ids_bytes = body[8 : 8 + ids.nbytes - (what == "pull length")]
-        head = pack_pull(key, 0, number, 0) + pack_ids(Way.INLINE, len(ids_bytes), 0, 0)
+        head = PULL.pack(key, 0, number, 0) + IDS.pack(Way.INLINE, len(ids_bytes), 0, 0)
         return Kind.PULL, head + ids_bytes
     body = body[:-1] if what == "short" else body
     rule = 1 << 15 if what == "rule" else TABLE
-    return Kind.PUSH, pack_push(key, rule, Way.INLINE, False, number, 0, 1.0, len(body), 0, 0) + body
+    return Kind.PUSH, PUSH.pack(key, rule, Way.INLINE, False, number, 0, 1.0, len(body), 0, 0) + body
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["order", "owner", "short", "rule", "pull order", "pull owner", "pull length"])
-async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(
+async def test_p16_crafted_rows_are_refused_and_the_table_continues(
     coll: Communicator, frames: Frames, what: str
 ) -> None:
     async with ParameterServer(coll, servers=[0, 1], workers=[0, 1, 2], timeout=SECONDS) as ps:
@@ -326,7 +326,8 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(
             def edit(src: int, dst: int, entries: list[Entry]) -> list[Entry]:
                 for i, (kind, body) in enumerate(entries):
                     if src == 2 and kind in HEADS:
-                        head = unpack(HEADS[kind], memoryview(body))
+                        head_type, form = HEADS[kind]
+                        head = head_type(*form.unpack_from(body))
                         entries[i] = crafted(what, head.key, head.number)
                         replaced.add(dst)
                 return entries
@@ -348,7 +349,7 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))
-async def test_p15_many_handles_at_once_come_out_in_order(coll: Communicator) -> None:
+async def test_p15_many_handles_end_in_order(coll: Communicator) -> None:
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
     async with ParameterServer(coll, consistency=Synchronous("sum"), timeout=SECONDS) as ps:
         table = await ps.embedding("t", 1, init=0.0, dtype=torch.float64)

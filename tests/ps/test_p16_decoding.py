@@ -72,7 +72,7 @@ async def test_p16_a_whole_life_unpickles_nothing(
 
 
 @pytest.mark.ranks(2)
-async def test_p16_settings_that_differ_are_told_without_unpickling(
+async def test_p16_different_settings_are_an_error_without_unpickling(
     coll: Communicator, nothing_unpickled: list[str]
 ) -> None:
     with pytest.raises(MismatchError, match=r"disagree on split_bytes of .*: rank 0: 1000; rank 1: 1001"):

@@ -18,7 +18,7 @@ from aiodist import Communicator, ParameterServer
 from aiodist.codecs import Json
 from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.ps import Quorum, Synchronous
-from aiodist.ps.wire import PUSH_BYTES, Kind, PushHead, Way, pack_done, pack_push, unpack
+from aiodist.ps.wire import DONE, PUSH, Kind, Way
 from tests.ps.frames import Entry, Frames
 
 SECONDS = 20.0
@@ -124,8 +124,8 @@ class Evil:
 
 def crafted(code: bytes) -> dict[str, tuple[int, bytes]]:
     """Return entries that carry `code` where a call, an answer, an order or a request is expected."""
-    head = pack_push(0, 0, Way.INLINE, True, 0, 0, 1.0, len(code), 0, 0)
-    assert len(head) == PUSH_BYTES
+    head = PUSH.pack(0, 0, Way.INLINE, True, 0, 0, 1.0, len(code), 0, 0)
+    assert len(head) == PUSH.size
     return {
         "call": (Kind.CALL, code),
         "op": (Kind.CALL, b'{"op": "__reduce__", "n": 1}'),
@@ -136,7 +136,7 @@ def crafted(code: bytes) -> dict[str, tuple[int, bytes]]:
         "coded push": (Kind.PUSH, head + code),
         "pull": (Kind.PULL, code[:3]),
         "data": (Kind.DATA, code[:5]),
-        "done": (Kind.DONE, pack_done(1 << 40, 1) + code),
+        "done": (Kind.DONE, DONE.pack(1 << 40, 1) + code),
         "kind": (99, code),
     }
 
@@ -191,8 +191,8 @@ async def test_p16_what_is_said_to_be_json_is_read_as_json(
 
             def edit(src: int, dst: int, entries: list[Entry]) -> list[Entry]:
                 ((_, body),) = entries
-                key, rule, _, _, number, *_ = unpack(PushHead, memoryview(body))
-                return [(Kind.PUSH, pack_push(key, rule, Way.INLINE, False, number, 0, 1.0, len(code), 0, 0) + code)]
+                key, rule, _, _, number, *_ = PUSH.unpack_from(body)
+                return [(Kind.PUSH, PUSH.pack(key, rule, Way.INLINE, False, number, 0, 1.0, len(code), 0, 0) + code)]
 
             frames.edit = edit
             push = ps.push("notes", {"a": 2})

@@ -39,7 +39,7 @@ DTYPES = [
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("keys", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(600)
-def test_p1_fifty_pushes_of_every_key_from_three_workers_at_once(servers: int, keys: int) -> None:
+def test_p1_fifty_pushes_of_every_key_from_three_workers(servers: int, keys: int) -> None:
     """In lists, none awaited before the next; the workers share the fifty."""
     pushes, value = 50, 3
 

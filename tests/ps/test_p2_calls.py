@@ -131,7 +131,7 @@ async def test_p2_prefetch_and_integrate(coll: Communicator, split: int) -> None
 
 
 @pytest.mark.ranks(2)
-async def test_p2_statistics_are_a_copy_and_versions_are_told(coll: Communicator) -> None:
+async def test_p2_statistics_are_a_copy_and_handles_have_versions(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": full(0)}, split_bytes=1) as ps:
         before = ps.statistics()
         await ps.push("w", full(1))
@@ -266,7 +266,7 @@ async def test_p2_cancelling_and_deadlines_end_the_wait_alone(coll: Communicator
 
 
 @pytest.mark.ranks(2)
-async def test_p2_a_dropped_push_is_covered_by_a_sync_and_a_failed_one_is_told(coll: Communicator) -> None:
+async def test_p2_a_sync_covers_a_dropped_push_and_raises_a_failed_one(coll: Communicator) -> None:
     told: list[str] = []
     if coll.rank == 0:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
@@ -409,7 +409,7 @@ async def test_p2_a_barrier_waits_for_workers_that_are_there(coll: Communicator)
 
 
 @pytest.mark.ranks(1)  # warnings are the process's
-async def test_h7_pushes_that_nobody_covers_are_warned_of_at_the_end(coll: Communicator) -> None:
+async def test_h7_pushes_without_a_sync_are_warned_of_at_the_end(coll: Communicator) -> None:
     ps = ParameterServer(coll, {"w": full(0)})
     await ps.__aenter__()
     ps.push("w", full(1))
@@ -421,7 +421,7 @@ async def test_h7_pushes_that_nobody_covers_are_warned_of_at_the_end(coll: Commu
 
 
 @pytest.mark.ranks(2)
-async def test_p2_gradients_are_pushed_while_backward_goes_on(coll: Communicator) -> None:
+async def test_p2_gradients_are_pushed_during_backward(coll: Communicator) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     net[0].bias.requires_grad_(False)
     async with ParameterServer(coll, net, rule=SGD(lr=1.0), consistency=Synchronous("sum")) as ps:
@@ -459,7 +459,7 @@ async def test_p4_settings_that_a_rule_refuses_are_refused_at_the_call(coll: Com
 
 
 @pytest.mark.ranks(3)
-async def test_p2_names_stand_in_the_order_of_init(coll: Communicator) -> None:
+async def test_p2_names_are_in_the_order_of_init(coll: Communicator) -> None:
     names = [f"n{i}" for i in range(20)]
     async with ParameterServer(coll, {name: full(i) for i, name in enumerate(names)}, split_bytes=8) as ps:
         assert list(ps.names) == names

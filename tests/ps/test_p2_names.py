@@ -116,7 +116,7 @@ async def test_p2_a_server_that_never_gives_its_own_block_is_an_error(coll: Comm
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("late", [0, 2])
-async def test_p2_who_comes_after_a_refusal_is_told(coll: Communicator, late: int) -> None:
+async def test_p2_a_late_init_after_a_mismatch_gets_its_error(coll: Communicator, late: int) -> None:
     """Rank 0, the only server, gives another shape; the last rank gets the error of the others."""
     async with ParameterServer(coll, servers=[0], workers=[0, 1, 2], start="own", timeout=20.0) as ps:
         for rank in (*(rank for rank in (1, 0, 2) if rank != late), late):
@@ -137,7 +137,7 @@ async def test_p2_who_comes_after_a_refusal_is_told(coll: Communicator, late: in
 
 
 @pytest.mark.ranks(3)
-async def test_p2_a_reader_that_comes_after_a_refusal_is_told(coll: Communicator) -> None:
+async def test_p2_a_late_reader_after_a_mismatch_gets_its_error(coll: Communicator) -> None:
     """The only worker was refused, so no rank gives first values; the second reader comes long after that."""
     async with ParameterServer(coll, servers=[2], workers=[0]) as ps:
         await asyncio.sleep([5.0, 0.0, 10.0][coll.rank])
@@ -148,7 +148,7 @@ async def test_p2_a_reader_that_comes_after_a_refusal_is_told(coll: Communicator
 
 
 @pytest.mark.ranks(2)
-async def test_p2_calls_behind_a_push_that_is_being_encoded_end_with_the_server(coll: Communicator) -> None:
+async def test_p2_calls_after_a_push_in_its_encoder_end_with_the_server(coll: Communicator) -> None:
     """They have not begun when the parameter server is aborted."""
     handles: list[Any] = []
     with pytest.raises((RuntimeError, aiodist.CommunicatorAborted)):  # noqa: PT012

@@ -32,7 +32,7 @@ def complains(shard: Tensor, value: Tensor) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_p2_what_is_not_encoded_stays_in_order_behind_what_is(coll: Communicator) -> None:
+async def test_p2_plain_requests_after_an_encoded_one_keep_their_order(coll: Communicator) -> None:
     """A list with a large tensor must not overtake what waits for the code of an earlier one."""
     one = torch.ones(3, dtype=torch.int64)
     async with ParameterServer(coll, codec=TopK(0.01), servers=1) as ps:
@@ -76,7 +76,7 @@ async def test_p2_a_generator_of_parameters_means_all_of_them_in_every_call(coll
 
 
 @pytest.mark.ranks(2)
-async def test_p2_what_failed_leaves_nothing_behind(coll: Communicator) -> None:
+async def test_p2_a_failed_block_leaves_no_communicator_open(coll: Communicator) -> None:
     """The communicator and the memory of shards were kept until the world ended."""
     for _ in range(5):
         with suppress(LookupError, CommunicatorError):
@@ -146,7 +146,7 @@ async def test_p2_names_and_errors_may_be_longer_than_a_frame(coll: Communicator
 @pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
-async def test_p2_many_names_are_freed_behind_their_pushes(coll: Communicator) -> None:
+async def test_p2_many_names_are_freed_after_their_pushes(coll: Communicator) -> None:
     """In a time that grows with their number, not with its cube."""
     names = [f"n{i}" for i in range(3000)]
     async with ParameterServer(coll, servers=1) as ps:

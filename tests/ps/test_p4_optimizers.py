@@ -305,7 +305,7 @@ def test_p4_a_setting_that_cannot_be_changes_nothing(
         (lambda: SGD(0.1, differentiable=True), RuntimeError, "leaf"),
     ],
 )
-def test_p4_what_no_server_can_do_is_refused_at_once(
+def test_p4_an_optimizer_that_no_server_can_run_is_refused_in_the_call(
     make: Callable[[], object], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
@@ -363,7 +363,7 @@ def test_p4_the_shard_is_updated_where_it_lies_and_the_gradient_is_not_kept() ->
         assert gradient.data_ptr() not in [one.data_ptr() for one in kept]
 
 
-def test_p4_a_gradient_of_another_dtype_leaves_nothing_behind() -> None:
+def test_p4_a_gradient_of_another_dtype_changes_no_state() -> None:
     rule, shard = SGD(0.1), torch.ones(3)
     state = rule.state(shard)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -407,7 +407,7 @@ def test_p4_any_mode_of_the_thread_will_do(case: str) -> None:
     assert not any(one.is_inference() or one.requires_grad for one in kept)
 
 
-def test_p4_shards_are_updated_from_many_threads_at_once() -> None:
+def test_p4_shards_are_updated_from_many_threads() -> None:
     rule, make = CASES["adam"]
     start = draw(1000, 0)
     served = [Served(rule, start) for _ in range(4)]

@@ -130,9 +130,7 @@ async def test_p4_settings_of_groups_change_between_two_steps(coll: Communicator
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("configures", [1, 3])
-async def test_p4_a_change_stands_between_the_same_two_pushes_on_all_shards(
-    coll: Communicator, configures: int
-) -> None:
+async def test_p4_a_change_is_between_the_same_two_pushes_on_all_shards(coll: Communicator, configures: int) -> None:
     w = torch.zeros(30, dtype=torch.float64)
     async with ParameterServer(coll, {"w": w}, rule=SGD(1.0), split_bytes=8) as ps:
         for i in range(60):

@@ -57,7 +57,7 @@ def test_p5_synchronous_pull_waits_for_its_version() -> None:
     assert fill(machine, (1, 2)) == [step(2, (0, 3), (1, 2)), Serve(0, 4, 2)]
 
 
-def test_p5_synchronous_goes_on_without_who_leaves() -> None:
+def test_p5_synchronous_continues_without_a_worker_that_leaves() -> None:
     machine = Synchronous("mean").machine([0, 1, 2])
     fill(machine, (0, 0), (1, 0), (1, 1))
     assert machine.leave(2) == [step(1, (0, 0), (1, 0), weight=0.5)]
@@ -171,7 +171,7 @@ def test_p5_bounded_holds_who_is_too_far_ahead() -> None:
     assert fill(machine, (1, 1)) == [step(7, (1, 1)), step(8, (0, 3)), Serve(0, 4, 8)]
 
 
-def test_p5_bounded_lets_go_who_is_furthest_behind() -> None:
+def test_p5_bounded_releases_the_slowest_worker_first() -> None:
     machine = Bounded(1).machine([0, 1, 2])
     assert fill(machine, (2, 0), (1, 0)) == [step(1, (2, 0)), step(2, (1, 0))]
     assert fill(machine, (2, 1), (1, 1), (2, 2), (1, 2)) == []
@@ -194,7 +194,7 @@ def test_p5_bounded_keeps_to_the_clock_for_what_a_leaver_left() -> None:
     assert machine.leave(1) == [step(4, (0, 2))]
 
 
-def test_p5_bounded_by_nothing_moves_all_at_once() -> None:
+def test_p5_bounded_by_zero_moves_all_workers_together() -> None:
     machine = Bounded(0).machine([0, 1, 2])
     assert fill(machine, (2, 0), (0, 0), (2, 1)) == []
     assert fill(machine, (1, 0)) == [step(1, (0, 0), (1, 0), (2, 0))]

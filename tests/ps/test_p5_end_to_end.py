@@ -75,7 +75,7 @@ async def test_p5_synchronous_steps_equal_at_any_speed_of_the_workers(coll: Comm
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-async def test_p5_synchronous_steps_go_on_with_those_that_are_left(
+async def test_p5_synchronous_steps_continue_with_the_remaining_workers(
     coll: Communicator, layout: str, reduction: Any
 ) -> None:
     """Rank r does 2 r + 1 steps; no rank waits for one that has finished."""
@@ -174,7 +174,7 @@ async def test_p5_bounded_nobody_is_more_than_that_ahead(
 
 
 @pytest.mark.ranks(3)
-async def test_p5_bounded_by_nothing_moves_all_at_once(coll: Communicator) -> None:
+async def test_p5_bounded_by_zero_moves_all_workers_together(coll: Communicator) -> None:
     w = torch.zeros(coll.size)
     async with ParameterServer(coll, {"w": w}, consistency=Bounded(0), split_bytes=4) as ps:
         for i in range(1, 6):

@@ -101,7 +101,7 @@ async def test_p5_uneven_pushes_end(coll: Communicator, policy: str) -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(3, backend=("gloo", "mpi"))
 @EVERYWHERE
-async def test_p5_training_goes_on_after_a_barrier(coll: Communicator, policy: str) -> None:
+async def test_p5_training_continues_after_a_barrier(coll: Communicator, policy: str) -> None:
     async with ParameterServer(coll, {"x": zeros()}, consistency=POLICIES[policy](), timeout=SECONDS) as ps:
         for pushes in ([4, 1, 2], [0, 3, 0], [2, 2, 2]):
             for _ in range(pushes[coll.rank]):
@@ -233,7 +233,7 @@ def test_p5_what_follows_a_barrier_that_nobody_awaits_comes_after_it(policy: str
 
 
 @pytest.mark.thorough
-def test_p5_a_push_behind_a_barrier_is_of_a_step_with_the_others_pushes() -> None:
+def test_p5_a_push_after_a_barrier_is_in_a_step_with_the_others_pushes() -> None:
     async def work(coll: Communicator, ps: ParameterServer) -> None:
         await asyncio.sleep(float(ps.rank))
         met, pushed = ps.barrier(), ps.push("x", zeros() + ps.rank)

@@ -28,7 +28,7 @@ def test_p6_n_of_any_workers() -> None:
     assert machine.counts.dropped == machine.counts.scaled == 0
 
 
-def test_p6_a_quorum_goes_on_when_one_is_killed() -> None:
+def test_p6_a_quorum_continues_after_a_kill() -> None:
     machine = Quorum(2, "sum").machine([0, 1, 2])
     machine.push(Push(0, 0))
     assert machine.leave(1) == []

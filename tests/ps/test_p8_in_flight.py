@@ -56,7 +56,7 @@ async def test_p8_a_push_is_not_waited_for_and_one_is_in_flight_at_most(trial: A
     assert trial.ps.most_pushes == 1
 
 
-async def test_p8_a_failed_push_is_told_by_the_next_step_and_training_goes_on(trial: Any) -> None:
+async def test_p8_the_next_step_raises_a_failed_push_and_training_continues(trial: Any) -> None:
     client = Downpour(trial.ps, trial.params, trial.sgd(), n_push=2, n_pull=100)
     await trial.step(client)
     trial.ps.failing = ValueError("no room")
@@ -87,7 +87,7 @@ async def test_p8_a_failed_pull_changes_nothing_and_the_step_can_be_made_again(t
     assert torch.equal(trial.w.detach(), w - 0.5 * (w - c))
 
 
-async def test_p8_what_is_late_goes_on_and_its_memory_is_left_alone(trial: Any) -> None:
+async def test_p8_a_late_call_continues_and_its_memory_is_not_touched(trial: Any) -> None:
     client = Downpour(trial.ps, trial.params, trial.sgd(), n_push=1, n_pull=100)
     trial.ps.held = True
     await trial.step(client, 1.0)
@@ -147,7 +147,7 @@ async def test_p8_a_cancelled_step_of_downpour_loses_no_update(trial: Any, ticks
     torch.testing.assert_close(trial.centre, c - made)
 
 
-async def test_p8_close_waits_for_what_is_in_flight_and_tells_its_error(trial: Any, make: Make) -> None:
+async def test_p8_close_waits_for_calls_in_flight_and_raises_their_error(trial: Any, make: Make) -> None:
     client = make(trial.ps, trial.params, trial.sgd())
     await trial.step(client)
     trial.ps.held = True

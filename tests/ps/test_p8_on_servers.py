@@ -107,7 +107,7 @@ async def test_p8_clients_train_with_bounded_staleness(coll: Communicator, case:
 
 
 @pytest.mark.ranks(2)
-async def test_p8_a_server_that_is_gone_is_told_by_the_step(coll: Communicator) -> None:
+async def test_p8_a_step_raises_the_loss_of_a_server(coll: Communicator) -> None:
     w = weights(coll)
     async with ParameterServer(coll, {"w": w}) as ps:
         client = EASGD(ps, [w], torch.optim.SGD([w], lr=0.1), tau=1, alpha=0.2)
