@@ -39,12 +39,8 @@ class NetLoop:
     def run(self, what: str, program: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
         """Return the handle of `program(*args)`, which the loop runs (any thread)."""
         operation: Operation[T] = Operation(self.progress, what, polled=False)
-        self.progress.post(self.start, _settle, operation, program, *args)
+        self.progress.post(_start, operation, program, *args)
         return operation.handle
-
-    def start(self, program: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """Run `program(*args)`, which raises nothing, until it waits (loop's thread)."""
-        kernel.run(program(*args))
 
     def late(self, error: OperationTimeout) -> None:
         """Raise `error` in the awaits of steps."""
@@ -111,11 +107,13 @@ class _ProgramWaiter:
             self._loop.resume(self._done)
 
 
-async def _settle(operation: Operation[T], program: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> None:
-    """Run a program, and end `operation` with its outcome."""
-    try:
-        result = await program(*args)
-    except Exception as error:  # noqa: BLE001  - raised by the handle
-        operation.reject(error)
-    else:
+def _start(operation: Operation[T], program: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> None:
+    kernel.run(program(*args), partial(_settle, operation))
+
+
+def _settle(operation: Operation[T], result: T, error: BaseException | None) -> None:
+    """End `operation` with the outcome of its program."""
+    if error is None:
         operation.resolve(result)
+    else:
+        operation.reject(error)

@@ -257,28 +257,34 @@ class Pass:
     def _start(self, before: Pass | None = None) -> None:
         if not self._started:
             self._started = True
-            self._consensus.loop.start(self._run, before)
+            kernel.run(self._run(before), self._note_end)
 
     async def _run(self, before: Pass | None) -> None:
         """Reduce the buckets as they become full, agree on the status, and end the pass."""
         machine, loop = self.machine, self._consensus.loop
-        try:
-            if before is not None:
-                await kernel.transfer(loop.wait, before.over, self._report_late)
-            del before  # its gradients
-            if machine.phase in (Phase.WAITING, Phase.HELD):
-                self._events.appendleft((machine.begin, ()))
-            while machine.phase is not Phase.OVER:
-                if not self._events:
-                    await kernel.transfers([(self._wait_event,)])
-                event, args = self._events.popleft()
-                self._react(event, *args)
-            self._succeed()
-            await self._conclude(self)
-        except Exception as error:  # noqa: BLE001  - a fault of ours: no rank may wait for this pass
+        if before is not None:
+            await kernel.transfer(loop.wait, before.over, self._report_late)
+        del before  # its gradients
+        if machine.phase in (Phase.WAITING, Phase.HELD):
+            self._events.appendleft((machine.begin, ()))
+        while machine.phase is not Phase.OVER:
+            if not self._events:
+                await kernel.transfers([(self._wait_event,)])
+            event, args = self._events.popleft()
+            self._react(event, *args)
+        self._succeed()
+        await self._conclude(self)
+        if not self.over.done():
+            Operation.of(self.over).resolve(None)
+
+    def _note_end(self, _: None, error: BaseException | None) -> None:
+        """After an error that has left a program, refuse the net, so that no rank waits for this pass."""
+        if error is not None:
             self._consensus.refuse(error)
             self._fail(error)
-        Operation.of(self.over).resolve(None)
+            self.abort()
+            if not self.over.done():
+                Operation.of(self.over).resolve(None)
 
     def _wait_event(self, done: Done) -> None:
         """Call `done` when there is an event."""
@@ -293,16 +299,16 @@ class Pass:
         consensus, machine = self._consensus, self.machine
         match action:
             case Send(index):
-                consensus.loop.start(self._reduce, index)
+                kernel.run(self._reduce(index), self._note_end)
             case Settle(index):
                 self._settle(index)
             case SumHeader():
-                consensus.loop.start(self._ask, machine.header_summed, consensus.sum, machine.terms.header)
+                kernel.run(self._ask(machine.header_summed, consensus.sum, machine.terms.header), self._note_end)
             case SumStatus(issued, failed):
-                consensus.loop.start(self._ask, machine.summed, consensus.conclude, self._status(issued, failed))
+                kernel.run(self._ask(machine.summed, consensus.conclude, self._status(issued, failed)), self._note_end)
             case ExchangeAccounts(failure):
                 active = machine.terms.active
-                consensus.loop.start(self._ask, machine.explained, consensus.accounts, failure, active)
+                kernel.run(self._ask(machine.explained, consensus.accounts, failure, active), self._note_end)
             case Arrive(index):
                 if self.on_arrival is not None:
                     self.on_arrival(self.buckets[index])
