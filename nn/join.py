@@ -10,6 +10,7 @@ from functools import partial
 from torch.optim import Optimizer
 
 from aiodist.control import disagreement
+from aiodist.errors import MismatchError
 from aiodist.handles import Operation
 from aiodist.nn.binding import Binding
 from aiodist.nn.drivers import Driver, shared_states
@@ -80,8 +81,7 @@ async def _share_longest(
     """Give all ranks the parameters and states of the first rank that made most `passes`; return its number of steps.
 
     Buffers stay each rank's own. All ranks call it. After different numbers of passes every rank must give as many
-    `optimizers`, and `settings` of the same kinds: otherwise all raise `ValueError` or `MismatchError`, and nothing is
-    shared.
+    `optimizers`, and `settings` of the same kinds: otherwise all raise `MismatchError`, and nothing is shared.
     """
     kinds = [type(each).__name__ for each in settings]
     made = binding.reducer.steps.made
@@ -92,7 +92,8 @@ async def _share_longest(
     check_kinds([theirs for *_, theirs in of_ranks])
     if len({number for _, _, number, _ in of_ranks}) > 1:
         text = disagreement("the number of optimizers", [str(number) for _, _, number, _ in of_ranks])
-        raise ValueError(f"{text}; a rank without a step knows none: give them to every rank, `net.join(opt)`")
+        text += "; a rank without a step knows none: give them to every rank, `net.join(opt)`"
+        raise MismatchError(text, rank=binding.coll.rank, comm=binding.coll.name)
     root = counts.index(max(counts))
     await share_state(binding.coll, root, named_state(binding.shared, buffers=False), [*optimizers, *settings])
     steps: int = of_ranks[root][1]
