@@ -73,12 +73,79 @@ _Request = Sum | Gather | Swap | partial[Handle[Any]]
 _Program = Generator[_Request, Any, None]
 
 
+class Residuals:
+    """The errors of this rank's codes, to add to the next gradients: one flat residual for each parameter.
+
+    A residual changes if all ranks have made the pass, and with the scale of the net's `scaler`. A parameter that this
+    rank did not use keeps its residual.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._parameters = dict(named)
+        self.by_name: dict[str, Tensor] = {}
+        """Residuals, by the name of the parameter."""
+        self.scale = 1.0
+        """Scale of the `GradScaler` in the residuals."""
+        self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
+        """Next residual of each bucket, if all ranks make the pass, and the memory of the residual of the last pass."""
+
+    def load(self, residuals: dict[str, Tensor], scale: float) -> None:
+        """Replace the residuals; raise ValueError, without a change, for residuals of other parameters."""
+        for name, residual in residuals.items():
+            if (parameter := self._parameters.get(name)) is None:
+                raise ValueError(f"residual of {name!r}: expected those of {', '.join(self._parameters)}")
+            dtype, shape = wide(parameter.dtype), (parameter.numel(),)
+            if residual.dtype is not dtype or residual.shape != shape:
+                seen = f"{dtype_name(residual.dtype)} of shape {tuple(residual.shape)}"
+                raise ValueError(f"residual of {name!r} is {seen}: expected {dtype_name(dtype)} of shape {shape}")
+        self.by_name, self.scale = residuals, scale
+
+    def rescale(self, scaler: GradScaler | None) -> None:
+        """Multiply the residuals by the change of the scale of `scaler`."""
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        if scale != self.scale:
+            for residual in self.by_name.values():
+                residual.mul_(scale / self.scale)
+            self.scale = scale
+
+    def settle(self, bucket: Bucket) -> None:
+        """Keep the residuals of this pass."""
+        if bucket not in self._totals:
+            return
+        total, before = self._totals[bucket]
+        for slot, piece in zip(bucket.slots, _pieces(bucket, total), strict=True):
+            residual = self.by_name.get(slot.name)
+            if slot.result is None:  # no rank has used it, so it has no residual
+                piece.zero_()
+            if residual is not None and slot in bucket.unused:
+                piece.add_(residual)
+            self.by_name[slot.name] = piece
+        self._totals[bucket] = torch.empty_like(total) if before is None else before, total
+
+    def added(self, bucket: Bucket, data: Tensor, part: slice) -> Tensor:
+        """Return the gradients of this rank in `part` of `data`, plus the residuals of the parameters that it used."""
+        if bucket not in self._totals:
+            self._totals[bucket] = torch.empty(data.numel(), dtype=wide(data.dtype), device="cpu"), None
+        total, _ = self._totals[bucket]
+        begin = 0
+        for slot in bucket.slots:
+            end = begin + slot.parameter.numel()
+            here = slice(max(begin, part.start), min(end, part.stop))
+            residual = self.by_name.get(slot.name)
+            if here.start >= here.stop:
+                pass
+            elif residual is None or slot in bucket.unused:
+                total[here].copy_(data[here])
+            else:
+                torch.add(data[here], residual[here.start - begin : here.stop - begin], out=total[here])
+            begin = end
+        return total[part]
+
+
 class Compressor(CommHook):
     """A `CommHook` that reduces buckets as codes. The `state_dict` has the residuals.
 
-    Each parameter has a residual in its dtype, or in float32 for 16-bit floats, which takes that memory twice. A
-    residual changes only if all ranks have made the pass, and with the scale of the net's `scaler`. A parameter that
-    this rank did not use keeps its residual.
+    Each parameter has a residual in its dtype, or in float32 for 16-bit floats, which takes that memory twice.
     """
 
     def __init__(
@@ -100,7 +167,7 @@ class Compressor(CommHook):
         """Communicator of the first ranks of all hosts, or None on other ranks."""
         self._factor = 1 / data.size if op == "mean" else 1.0
         self._stream = HostStream(f"codecs {data.name}")
-        self._parameters = dict(named)
+        self._residuals = Residuals(named)
         self.progress = Progress.current()
         self.part_numel = 1 << 20
         """Elements of a part of a large bucket, if the codec allows parts; the same on all ranks."""
@@ -109,11 +176,6 @@ class Compressor(CommHook):
         """Number in the first name of each bucket. It stays, since the first use of a name takes a round trip."""
         self._named = 0
         self._kept: dict[str, Tensor] = {}
-        self._residuals: dict[str, Tensor] = {}
-        self._scale = 1.0
-        """Scale of the `GradScaler` in the residuals."""
-        self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
-        """Next residual of each bucket, if all ranks make the pass, and the memory of the residual of the last pass."""
 
     async def open(self) -> None:
         """Make the communicators within and between hosts, on all ranks, and start the thread."""
@@ -146,8 +208,8 @@ class Compressor(CommHook):
 
         It differs between ranks. Call it, and `load_state_dict`, between steps.
         """
-        copied = [{name: t.clone() for name, t in which.items()} for which in (self._residuals, self._kept)]
-        return {"number": self._number, "scale": self._scale, "residuals": copied[0], "kept": copied[1]}
+        copied = [{name: t.clone() for name, t in which.items()} for which in (self._residuals.by_name, self._kept)]
+        return {"number": self._number, "scale": self._residuals.scale, "residuals": copied[0], "kept": copied[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state by a copy of `state`, on all ranks, each with its own.
@@ -156,18 +218,9 @@ class Compressor(CommHook):
         stays.
         """
         copied = [{name: t.detach().clone() for name, t in state[key].items()} for key in ("residuals", "kept")]
-        for name, residual in copied[0].items():
-            self._check_residual(name, residual)
-        self._number, self._residuals, self._kept = int(state["number"]), copied[0], copied[1]
-        self._scale = float(state.get("scale", 1.0))  # older states have no scale
-
-    def _check_residual(self, name: str, residual: Tensor) -> None:
-        if (parameter := self._parameters.get(name)) is None:
-            raise ValueError(f"residual of {name!r}: expected those of {', '.join(self._parameters)}")
-        dtype, shape = wide(parameter.dtype), (parameter.numel(),)
-        if residual.dtype is not dtype or residual.shape != shape:
-            seen = f"{dtype_name(residual.dtype)} of shape {tuple(residual.shape)}"
-            raise ValueError(f"residual of {name!r} is {seen}: expected {dtype_name(dtype)} of shape {shape}")
+        number, scale = int(state["number"]), float(state["scale"])
+        self._residuals.load(copied[0], scale)
+        self._number, self._kept = number, copied[1]
 
     # --- buckets --------------------------------------------------------------------------------------------------
 
@@ -194,33 +247,17 @@ class Compressor(CommHook):
         return [slice(start, min(start + most, numel)) for start in range(0, max(numel, 1), most)]
 
     def rescale(self, scaler: GradScaler | None) -> None:
-        """Multiply the residuals by the change of the scale of `scaler`."""
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        if scale != self._scale:
-            for residual in self._residuals.values():
-                residual.mul_(scale / self._scale)
-            self._scale = scale
+        self._residuals.rescale(scaler)
 
     def settle(self, bucket: Bucket) -> None:
-        """Keep the residuals of this pass."""
-        if bucket not in self._totals:
-            return
-        total, before = self._totals[bucket]
-        for slot, piece in zip(bucket.slots, _pieces(bucket, total), strict=True):
-            residual = self._residuals.get(slot.name)
-            if slot.result is None:  # no rank has used it, so it has no residual
-                piece.zero_()
-            if residual is not None and slot in bucket.unused:
-                piece.add_(residual)
-            self._residuals[slot.name] = piece
-        self._totals[bucket] = torch.empty_like(total) if before is None else before, total
+        self._residuals.settle(bucket)
 
     def _program(self, bucket: Bucket, flat: Tensor, part: slice, number: int) -> _Program:
         data, within, between = flat[part], self._within, self._between
         if within is not None:
             yield partial(within.reduce, data)
         if between is not None:
-            total = self._total(bucket, flat, part)
+            total = self._residuals.added(bucket, flat, part) if self._feedback else data.to(wide(data.dtype))
             out = data if total.dtype is data.dtype else torch.empty_like(total)
             shapes: list[tuple[int, ...]] = [(total.numel(),)]
             names = [""]  # a codec that allows parts needs no name
@@ -249,27 +286,6 @@ class Compressor(CommHook):
                     answer = yield from narrow_sum(request, between.rank, between.size)
                 else:
                     answer = yield request
-
-    def _total(self, bucket: Bucket, data: Tensor, part: slice) -> Tensor:
-        """Return the gradients of this rank in `part` of `data`, plus the residuals of the parameters that it used."""
-        if not self._feedback:
-            return data[part].to(wide(data.dtype))
-        if bucket not in self._totals:
-            self._totals[bucket] = torch.empty(data.numel(), dtype=wide(data.dtype), device="cpu"), None
-        total, _ = self._totals[bucket]
-        begin = 0
-        for slot in bucket.slots:
-            end = begin + slot.parameter.numel()
-            here = slice(max(begin, part.start), min(end, part.stop))
-            residual = self._residuals.get(slot.name)
-            if here.start >= here.stop:
-                pass
-            elif residual is None or slot in bucket.unused:
-                total[here].copy_(data[here])
-            else:
-                torch.add(data[here], residual[here.start - begin : here.stop - begin], out=total[here])
-            begin = end
-        return total[part]
 
     # --- requests of jobs ----------------------------------------------------------------------------------------
 
