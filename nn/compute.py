@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle, internals
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket
@@ -269,41 +268,11 @@ class Compute:
     # --- passes without data, in `net.join` --------------------------------------------------------------------------
 
     @called("net.join")
-    def bring_nothing(self) -> Pass:
-        """Take part in a pass of the others, with zero gradients."""
+    def bring_nothing(self, error: BaseException | None = None) -> Pass:
+        """Take part in a pass of the others with zero gradients, and report `error` to them unless that is None."""
         this = self._begin(Role.IDLE)
-        self.reducer.end_backward(this)
+        self.reducer.end_backward(this, error)
         return this
-
-    @called("net.join")
-    def follow(self, this: Pass) -> None:
-        """Do what the others do with a finished pass of `bring_nothing`."""
-        if self.reducer.owner is not None and this.participants:
-            self.reducer.owner.follow(this)
-
-    @called("net.join")
-    def see_out(self, error: BaseException) -> None:
-        """Report to the others that this rank has left a `join` block with `error`; follow them until they leave."""
-        try:
-            last = self.reducer.last
-            if not isinstance(error, RemoteError) and (last is None or last.error is not error):
-                self.reducer.end_backward(self._begin(Role.IDLE), error)
-            while self._keep_up():
-                pass
-        finally:
-            self.reducer.consensus.joining -= 1
-
-    def _keep_up(self) -> bool:
-        """Take part in a pass of the others; return True if they may make another."""
-        try:
-            this = self.bring_nothing()
-            self.wait(this.finished)
-            self.follow(this)
-        except (RemoteError, MismatchError):
-            return self.reducer.consensus.works
-        except (AiodistError, RuntimeError):  # the communicator is aborted, or the loop is closed
-            return False
-        return this.participants > 0
 
 
 def split_aux(returned: Any) -> tuple[Any, Any]:

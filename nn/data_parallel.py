@@ -18,7 +18,7 @@ from aiodist.handles.calls import located
 from aiodist.nn.binding import Binding
 from aiodist.nn.compression import Compression, Compressor
 from aiodist.nn.compute import Compute, Forward, plain_step
-from aiodist.nn.drivers import Driver, Recovering, check_one_pass, shared_states
+from aiodist.nn.drivers import Driver, check_one_pass, shared_states
 from aiodist.nn.join import join
 from aiodist.nn.made import MadeTogether
 from aiodist.nn.module_like import ModuleLike
@@ -28,15 +28,7 @@ from aiodist.nn.steps import Changes, StepSettings
 from aiodist.nn.synchronize import synchronize_buffers
 from aiodist.types import Stateful, SumOrMean, check_trains
 
-__all__ = [
-    "DataParallel",
-    "DataParallelStatistics",
-    "check_optimizer",
-    "check_updated",
-    "compute_of",
-    "expected_state",
-    "reducer_of",
-]
+__all__ = ["DataParallel", "DataParallelStatistics"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,7 +61,7 @@ class DataParallel(MadeTogether, ModuleLike):
         cls,
         module: nn.Module,
         coll: Communicator,
-        *state: Stateful | type[Recovering],
+        *state: Stateful | type[Driver],
         op: SumOrMean = "mean",
         bucket_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
@@ -135,7 +127,6 @@ class DataParallel(MadeTogether, ModuleLike):
 
         Raises:
             PeerError: If another rank is lost meanwhile. The net has not changed: shrink, and call it again.
-            TypeError: For a driver that cannot continue on other ranks.
             ValueError: If the optimizer of the last step is missing, or a `PipelinedOptimizer` of the net.
             RuntimeError: While updates are pending outside of elastic worlds, for a module with divided layers, and if
                 the optimizer of each rank has raised within its step.
@@ -149,7 +140,7 @@ class DataParallel(MadeTogether, ModuleLike):
         """
         before, self._binding = self._binding, await open_again(self._binding, coll, state)
         for driver in state if self._binding is not before else ():
-            if isinstance(driver, Recovering):
+            if isinstance(driver, Driver):
                 driver.resume()
 
     def configure(self, **changes: Unpack[Changes]) -> StepSettings:
@@ -244,8 +235,7 @@ class DataParallel(MadeTogether, ModuleLike):
         binding, compute, steps = self._binding, self._binding.compute, self._binding.reducer.steps
         binding.check()
         closures = forward if isinstance(forward, Sequence) else [forward]
-        known = opt is binding.optimizer is not None  # isinstance(opt, Driver) takes 20 us
-        if not closures or not all(map(callable, closures)) or not (known or isinstance(opt, (Optimizer, Driver))):
+        if not closures or not all(map(callable, closures)) or not isinstance(opt, (Optimizer, Driver)):
             given = f"{type(forward).__name__} and {type(opt).__name__}"
             raise TypeError(
                 f"step({given}): expected a function that returns the loss, as `lambda: loss_fn(net(x), y)`, or a list "
@@ -253,7 +243,7 @@ class DataParallel(MadeTogether, ModuleLike):
             )
         binding.check_reduces("step", opt)
         binding.check_kept()
-        if not known:
+        if opt is not binding.optimizer:
             binding.check_updated()
             binding.joined.check()
             check_optimizer(self, opt)
@@ -262,8 +252,6 @@ class DataParallel(MadeTogether, ModuleLike):
             shared_states("join" if binding.reducer.consensus.joining else "rebind", [opt], binding.settings.per_rank)
         if isinstance(opt, Optimizer):
             steps.check_known(opt)
-        elif (check := getattr(opt, "_check_parameters", None)) is not None:
-            check()
         binding.reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
         work = Forward(runs, binding.settings, compute, opt, several=isinstance(forward, Sequence))
@@ -420,11 +408,11 @@ class DataParallel(MadeTogether, ModuleLike):
     def stop_requested(self) -> bool:
         """True if a rank was asked to stop, at the same step on all ranks.
 
-        A signal asks a rank with `init(stop_on_signal=True)`, and so does `coll.request_stop()`. With a driver whose
-        passes end one step later (`pass_lag`), such as `PipelinedOptimizer`, it becomes true one step later.
+        A signal asks a rank with `init(stop_on_signal=True)`, and so does `coll.request_stop()`. With a
+        `PipelinedOptimizer` it becomes True one step later.
         """
-        consensus = self._binding.reducer.consensus
-        return consensus.stopped_before if getattr(self._binding.optimizer, "pass_lag", 0) else consensus.stopped
+        consensus, opt = self._binding.reducer.consensus, self._binding.optimizer
+        return consensus.stopped_before if isinstance(opt, Driver) and opt.pass_lag else consensus.stopped
 
     @property
     def coll(self) -> Communicator:
@@ -472,7 +460,7 @@ class DataParallel(MadeTogether, ModuleLike):
 
 
 def reducer_of(net: DataParallel) -> Reducer:
-    """Return what reduces the gradients of `net`; it changes with `rebind`."""
+    """Return the reducer of `net`; it changes with `rebind`."""
     return net._binding.reducer
 
 
@@ -486,7 +474,7 @@ def check_updated(net: DataParallel) -> None:
     net._binding.check_updated()
 
 
-def expected_state(net: DataParallel, driver: Recovering, load: Callable[[Any], None]) -> Any:
+def expected_state(net: DataParallel, driver: Driver, load: Callable[[Any], None]) -> Any:
     """Return the state that the other ranks have for a new `driver`, or None; `load` loads it."""
     return net._binding.joined.take(driver, load)
 
@@ -499,5 +487,5 @@ def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
         # Parameters that the module gained later are checked by the step.
         check_trains(opt, chain((slot.parameter for slot in reducer.slots), net.module.parameters()), "this net")
         reducer.steps.check_known(opt)
-    elif (other := getattr(opt, "net", net)) is not net:
-        raise ValueError(f"{type(opt).__name__} drives {other!r}: expected one that was made for {net!r}")
+    elif opt.net is not None and opt.net is not net:
+        raise ValueError(f"{type(opt).__name__} drives {opt.net!r}: expected one that was made for {net!r}")

@@ -1,53 +1,74 @@
-"""Optimizers that drive a whole step of a net, and checks of the optimizers that a net is given."""
+"""The interface of optimizers that drive a whole step of a net, and checks of the optimizers that a net is given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.nn.compute import Forward
 from aiodist.nn.hyperparameters import optimizers_of
+from aiodist.nn.passes import Pass
 from aiodist.nn.per_rank import SharedState
 from aiodist.types import Stateful
 
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Driver(Stateful, Protocol):
-    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`.
+class Driver:
+    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`; also a `Stateful`."""
 
-    If each `train` makes one pass of all ranks, the attribute `pass_lag` may say so: 0 if that `train` raises an error
-    of another rank, 1 if the next one does. Without it, `Engine` has ranks ask each other before a step.
-    """
+    pass_lag: ClassVar[int | None] = None
+    """Number of steps until `train` raises an error of another rank, 0 or 1; None if a step is not one pass of all."""
 
-    def train(self, forward: Forward) -> object:
-        """Do one step on the compute thread, with the settings of `forward`, whose result `net.step` returns."""
+    @property
+    def net(self) -> object:
+        """The net that the driver steps, or None if it steps any net."""
+        return None
 
-    async def flush(self) -> None:
-        """Return when all updates are made."""
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of torch that make the updates."""
+        return ()
 
     @property
     def pending(self) -> bool:
         """True while some updates are still to be made."""
+        return False
 
+    def train(self, forward: Forward) -> object:
+        """Do one step on the compute thread, with the settings of `forward`, whose result `net.step` returns."""
+        raise NotImplementedError
 
-@runtime_checkable
-class Recovering(Driver, Protocol):
-    """A driver with which a net can continue on another communicator."""
+    def follow(self, reduction: Pass) -> None:
+        """Do what other ranks do after a pass to which this rank brought no data (compute thread).
+
+        Only a driver that alone gets the net's gradients is called.
+        """
+
+    async def flush(self) -> None:
+        """Return when all updates are made."""
 
     def retreat(self) -> Stateful:
         """Return to the last step whose updates were all made; return the state that ranks share.
 
         The compute thread has ended. Another `retreat` may follow before `resume`.
         """
+        raise NotImplementedError
 
     def resume(self) -> None:
-        """Continue with the state of the net."""
+        """Continue with the state of the net, on another communicator."""
+
+    def state_dict(self) -> Any:
+        """See `Stateful`."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """See `Stateful`."""
+        raise NotImplementedError
 
 
 def check_one_pass(opt: Optimizer) -> None:
@@ -61,17 +82,11 @@ def check_one_pass(opt: Optimizer) -> None:
         )
 
 
-def check_recovers(state: Sequence[Stateful], last: object, keeper: object) -> None:
-    """Raise unless the net can continue with `state` on other ranks.
+def check_given(state: Sequence[Stateful], last: object, keeper: object) -> None:
+    """Raise ValueError unless `state` has the optimizers with which the net continues on other ranks.
 
     `last` is the optimizer of the last step, and `keeper` the optimizer for which the net keeps its buckets.
     """
-    for each in (*state, last):
-        if isinstance(each, Driver) and not isinstance(each, Recovering | Optimizer):
-            raise TypeError(
-                f"rebind with {type(each).__name__}, which has no `retreat` and `resume` for other ranks: "
-                "make a new net and optimizer, and load the last checkpoint"
-            )
     for needed, why in ((last, "made the last step"), (keeper, "keeps the buckets")):
         if needed is not None and all(each is not needed for each in state):
             raise ValueError(f"rebind without {type(needed).__name__}, which {why}: expected it")

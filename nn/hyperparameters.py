@@ -72,12 +72,9 @@ def different(by_rank: Sequence[Lines | None]) -> tuple[str, list[str]] | None:
     return None
 
 
-def optimizers_of(driver: object) -> list[Optimizer]:
+def optimizers_of(driver: Any) -> list[Optimizer]:
     """Return an optimizer of torch, or the optimizers of a driver."""
-    if isinstance(driver, Optimizer):
-        return [driver]
-    inner = getattr(driver, "optimizers", None) or (getattr(driver, "optimizer", None), getattr(driver, "outer", None))
-    return [each for each in inner if isinstance(each, Optimizer)]
+    return [driver] if isinstance(driver, Optimizer) else list(driver.optimizers)
 
 
 def _is_fixed(value: object) -> bool:

@@ -10,9 +10,10 @@ from functools import partial
 from torch.optim import Optimizer
 
 from aiodist.control import disagreement
-from aiodist.errors import MismatchError
+from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Operation
 from aiodist.nn.binding import Binding
+from aiodist.nn.compute import Compute, called
 from aiodist.nn.drivers import Driver, shared_states
 from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import named_state
@@ -54,14 +55,14 @@ async def join(binding: Binding, optimizers: Sequence[Stateful]) -> AsyncIterato
         while active:
             reduction = await compute.submit(compute.bring_nothing)
             await reduction.finished
-            if reducer.owner is not None:
-                await compute.submit(compute.follow, reduction)
+            if isinstance(reducer.owner, Driver) and reduction.participants:
+                await compute.submit(reducer.owner.follow, reduction)
             active = reduction.participants > 0
     except BaseException as error:
         _leave(binding, error, 0)
         raise
     reducer.consensus.joining -= 1
-    if reducer.owner is not None:  # this rank has made the steps of the others
+    if isinstance(reducer.owner, Driver):  # this rank has made the steps of the others
         await reducer.owner.flush()
         return
     states = shared_states("join", drivers, binding.settings.per_rank)
@@ -72,7 +73,36 @@ async def join(binding: Binding, optimizers: Sequence[Stateful]) -> AsyncIterato
 def _leave(binding: Binding, error: BaseException, entered: int, _: object = None) -> None:
     """Take part in the passes of the others until they have left too; `entered` is 1 if `joining` lacks this block."""
     binding.reducer.consensus.joining += entered
-    Operation.of(binding.compute.submit(binding.compute.see_out, error)).mark_retrieved()  # no code waits for it
+    Operation.of(binding.compute.submit(_see_out, binding.compute, error)).mark_retrieved()  # no code waits for it
+
+
+@called("net.join")
+def _see_out(compute: Compute, error: BaseException) -> None:
+    """Report to the others that this rank has left the block with `error`; follow them until they leave."""
+    reducer = compute.reducer
+    try:
+        last = reducer.last
+        if not isinstance(error, RemoteError) and (last is None or last.error is not error):
+            compute.bring_nothing(error)
+        while _keep_up(compute):
+            pass
+    finally:
+        reducer.consensus.joining -= 1
+
+
+def _keep_up(compute: Compute) -> bool:
+    """Take part in a pass of the others; return True if they may make another."""
+    owner = compute.reducer.owner
+    try:
+        this = compute.bring_nothing()
+        compute.wait(this.finished)
+        if isinstance(owner, Driver) and this.participants:
+            owner.follow(this)
+    except (RemoteError, MismatchError):
+        return compute.reducer.consensus.works
+    except (AiodistError, RuntimeError):  # the communicator is aborted, or the loop is closed
+        return False
+    return this.participants > 0
 
 
 async def _share_longest(

@@ -19,19 +19,12 @@ from aiodist.communicator import parts_of
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
-from aiodist.nn.compute import Compute, Forward, called, plain_step
-from aiodist.nn.data_parallel import (
-    DataParallel,
-    check_optimizer,
-    compute_of,
-    expected_state,
-    reducer_of,
-)
+from aiodist.nn.compute import Forward, called, plain_step
+from aiodist.nn.data_parallel import DataParallel, check_optimizer, expected_state
 from aiodist.nn.drivers import check_one_pass
 from aiodist.nn.layout import Parcel
-from aiodist.nn.made import MadeTogether
+from aiodist.nn.net_driver import NetDriver
 from aiodist.nn.pass_status import PassStatus
-from aiodist.nn.reducer import Reducer
 from aiodist.nn.steps import count_as_stepped
 from aiodist.types import Stateful
 
@@ -85,7 +78,7 @@ class Elastic:
             raise ValueError(f"alpha={self.alpha}: expected more than 0, at most 1; the paper's is 0.9 / ranks")
 
 
-class LocalSGD(MadeTogether):
+class LocalSGD(NetDriver):
     """An optimizer with steps of one rank alone; all ranks average their parameters every few steps.
 
     ```python
@@ -158,62 +151,47 @@ class LocalSGD(MadeTogether):
         doi:10.48550/arXiv.1906.12043; for DiLoCo Douillard et al. 2023, doi:10.48550/arXiv.2311.08105.
 
         """
-        local = cls.__new__(cls)
-        local._prepare(net, optimizer, every=every, start=start, overlap=overlap, outer=outer)
-        return local
+        return cls._made(net, optimizer, every, start, overlap=overlap, outer=outer)
 
-    def _prepare(
-        self,
-        net: DataParallel,
-        optimizer: Optimizer,
-        *,
-        every: int,
-        start: int,
-        overlap: bool,
-        outer: SlowMo | Elastic | MakeOuter | None,
+    def __init__(
+        self, net: DataParallel, optimizer: Optimizer, every: int, start: int, *, overlap: bool, outer: object
     ) -> None:
-        if not isinstance(net, DataParallel) or not isinstance(optimizer, Optimizer):
-            given = f"{type(net).__name__}, {type(optimizer).__name__}"
-            raise TypeError(
-                f"LocalSGD({given}): expected what `await DataParallel.create(…)` returned, and an optimizer"
-            )
+        super().__init__(net)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected an optimizer of torch")
         check_optimizer(net, optimizer)
         for name, steps, least in (("every", every, 1), ("start", start, 0)):
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
                 raise ValueError(f"{name}={steps!r}: expected a whole number of steps, at least {least}")
         self.optimizer = optimizer
         self.outer: Optimizer | None = None
-        """The optimizer of the centre, if there is one; its learning rates may be changed between two steps."""
-        self._net = net
-        self._every = every
-        self._start = start
-        self._overlap = overlap
+        """Optimizer of the centre, or None. Its learning rates may be changed between two steps."""
+        self._every, self._start, self._overlap = every, start, overlap
         self._plain = every == 1 and outer is None and not overlap
-        """Averages would come to the same as reduced gradients, if only for plain SGD: so these are reduced."""
+        """True if all steps are ordinary ones: for plain SGD, averages would equal reduced gradients."""
         self._steps = 0
         self._common = 0
         """Number of steps of the centre, or of the parameters if all steps are ordinary ones."""
-        self._kept: dict[int, list[tuple[Stateful, Any]]] | None = None
-        """In an elastic world, this rank's own state by number of steps, with its owners."""
-        if parts_of(net.coll).registry.elastic is not None:
-            self._kept = {}
+        elastic = parts_of(net.coll).registry.elastic is not None
+        self._kept: dict[int, list[tuple[Stateful, Any]]] | None = {} if elastic else None
+        """In an elastic world, this rank's own states with their owners, by number of steps."""
         self._elastic = outer if isinstance(outer, Elastic) else None
         self._since = 0
         """Local steps since an average was sent."""
         self._alike = True
-        """All ranks have the same parameters."""
-        parameters = [slot.parameter for slot in reducer_of(net).slots]
+        """True if all ranks have the same parameters."""
+        parameters = [slot.parameter for slot in self._reducer.slots]
         with torch.inference_mode(False):
             averaged = [p for p in parameters if p.is_floating_point() or p.is_complex()]
             copies = [(p, nn.Parameter(p.detach().clone())) for p in averaged]
         self._centre: dict[Tensor, Tensor] = dict(copies)
-        """By parameter, frozen ones too: they may be thawed."""
+        """The centre, by parameter; also of frozen parameters, which may be trained later."""
         self._rates: list[float] = []
-        """The learning rates with which the period began, where slow momentum needs them."""
+        """Learning rates at the begin of the period, for slow momentum."""
         self._sent: tuple[list[Tensor], list[Tensor], Parcel, Handle[PassStatus], int] | None = None
-        """An average on its way: centre minus parameters of this rank, what becomes of that over all ranks, as what.
+        """Average in flight: this rank's differences to the centre, their means, the means as a parcel, and its handle.
 
-        The last is the number of steps behind which it was sent.
+        The last entry is the number of steps when the average was sent.
         """
         if outer is not None and self._elastic is None:
             self.outer = _made_outer(outer, cast(list[nn.Parameter], list(self._centre.values())))
@@ -225,17 +203,9 @@ class LocalSGD(MadeTogether):
     # --- for the user -------------------------------------------------------------------------------------------
 
     @property
-    def net(self) -> DataParallel:
-        """The net that it steps."""
-        return self._net
-
-    @property
-    def _reducer(self) -> Reducer:
-        return reducer_of(self._net)
-
-    @property
-    def _compute(self) -> Compute:
-        return compute_of(self._net)
+    def optimizers(self) -> list[Optimizer]:
+        """The local optimizer, and `outer` if there is one."""
+        return [each for each in (self.optimizer, self.outer) if each is not None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -251,18 +221,6 @@ class LocalSGD(MadeTogether):
     def pending(self) -> bool:
         """True while the parameters of the ranks may differ: `await flush()` before you use those of one rank."""
         return not self._alike
-
-    @located
-    async def flush(self) -> None:
-        """Average what the ranks have, and return when all ranks have the same parameters; with `Elastic` the centre.
-
-        All ranks call it. If they have the same parameters already, nothing is sent. The next step begins a new period.
-
-        Raises:
-            RuntimeError: If the net is closed. Errors of the communicator and of the outer optimizer are raised too.
-
-        """
-        await self._net.submit(self.make_updates)
 
     @property
     def checkpoint_kind(self) -> str:
@@ -327,9 +285,6 @@ class LocalSGD(MadeTogether):
         self._begin_again(self._common)
         return _Common(self, intact=intact)
 
-    def resume(self) -> None:
-        """Continue on the net's new ranks."""
-
     def _restore(self, steps: int) -> bool:
         """Restore this rank's own state after `steps` steps; return whether that state is known."""
         kept = (self._kept or {}).get(steps, [])
@@ -354,13 +309,10 @@ class LocalSGD(MadeTogether):
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError if the optimizer has parameters that no net averages, and that are not this rank's own."""
-        self._reducer.steps.check_known(self.optimizer)
-
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and the average that is due after it; `net.step` calls it."""
+        self._reducer.steps.check_known(self.optimizer)
         self._steps += 1
         if self._plain or self._steps <= self._start:
             plain_step(forward, self.optimizer, self._compute)
@@ -383,7 +335,7 @@ class LocalSGD(MadeTogether):
                 self._exchange(wait=not self._overlap)
 
     def _begin(self) -> None:
-        """A step is about to be made."""
+        """Begin a step."""
         if self._alike:
             with torch.inference_mode(False), torch.no_grad():  # they may have been loaded since
                 copy_each(list(self._centre.values()), list(self._centre))
@@ -407,9 +359,9 @@ class LocalSGD(MadeTogether):
             copy_each(list(self._centre), list(self._centre.values()))
 
     def _exchange(self, *, wait: bool) -> None:
-        """End a period: apply the average in flight, and send the next; with `wait` apply that too.
+        """End a period: apply the average in flight, and send the next; if `wait`, apply that too.
 
-        Where this fails the next step tries again, with what this rank has done until then.
+        If this fails, the next step tries again with the progress of this rank.
         """
         since = self._since
         try:
@@ -434,7 +386,7 @@ class LocalSGD(MadeTogether):
             self.outer.param_groups[0]["rates"] = list(self._rates)
 
     def _settle(self, *, still: bool) -> None:
-        """Apply the average that was sent, if one was; `still` says that parameters have not moved since."""
+        """Apply the average in flight, if any; `still` is True if the parameters have not moved since it was sent."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
@@ -451,7 +403,7 @@ class LocalSGD(MadeTogether):
             self._alike = True
         else:
             add_each(own, params)
-            add_each(own, centre, alpha=-1)  # what this rank has done since it was sent
+            add_each(own, centre, alpha=-1)  # progress of this rank since it was sent
             self._move(centre, means)
             copy_each(params, centre)
             add_each(params, own)
@@ -459,7 +411,7 @@ class LocalSGD(MadeTogether):
         self._reducer.steps.note(self)
 
     def _move(self, centre: list[Tensor], means: list[Tensor]) -> None:
-        """Move the centre, which is `means` away from the ranks' average."""
+        """Move the centre, whose difference to the ranks' average is `means`."""
         if self.outer is None:
             add_each(centre, means, alpha=-1)
             return
@@ -481,13 +433,13 @@ class _Common:
     def __init__(self, local: LocalSGD, *, intact: bool) -> None:
         self._local = local
         self._intact = intact
-        """This rank has the state of the optimizer that belongs to its number of steps."""
+        """True if this rank's state of the optimizer belongs to its number of steps."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._local.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the others' number of steps and outer state, and their optimizer's where this rank has none for that."""
+        """Load the number of steps and the outer state; load the optimizer's state if this rank has none for them."""
         local, steps = self._local, state["steps"]
         if not (self._intact and steps == local.steps) and not local._restore(steps):
             load_exactly(local.optimizer, state["optimizer"])
@@ -533,9 +485,9 @@ def _made_outer(outer: object, params: list[nn.Parameter]) -> Optimizer:
 
 
 def _rates_of(optimizer: Optimizer, params: Sequence[Tensor]) -> list[float]:
-    """Return the learning rate with which `optimizer` updates each of `params`, 1.0 where it does not.
+    """Return the learning rate of each of `params` in `optimizer`, 1.0 for parameters that it does not have.
 
-    Raises ValueError for one that is not above 0, by which slow momentum would divide.
+    Raises ValueError for a rate that is not above 0, since slow momentum divides by it.
     """
     known = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
     rates = [known.get(id(p), 1.0) for p in params]

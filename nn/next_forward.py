@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle
-from aiodist.handles.calls import located
 from aiodist.nn.buckets import Slot
-from aiodist.nn.compute import Compute, Forward, called
-from aiodist.nn.data_parallel import DataParallel, compute_of, reducer_of
-from aiodist.nn.made import MadeTogether
+from aiodist.nn.compute import Forward, called
+from aiodist.nn.data_parallel import DataParallel
+from aiodist.nn.net_driver import NetDriver
 from aiodist.nn.passes import Pass
-from aiodist.nn.reducer import Reducer
 
 
 class Part(Protocol):
@@ -30,7 +28,7 @@ class Part(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Theirs."""
+        """Slots of the parameters."""
         ...
 
 
@@ -38,7 +36,7 @@ P = TypeVar("P", bound=Part)
 T = TypeVar("T")
 
 
-class UpdatedAhead(MadeTogether, Generic[P]):
+class UpdatedAhead(NetDriver, Generic[P]):
     """An optimizer whose updates finish during the next forward: each module waits for its own parameters.
 
     The first forward waits for all, and learns which modules use which parts (`Guards`).
@@ -46,18 +44,16 @@ class UpdatedAhead(MadeTogether, Generic[P]):
 
     _create = "create(net, make_optimizer)"
 
-    def _begin(self, net: DataParallel, make_optimizer: object) -> None:
-        if not isinstance(net, DataParallel):
-            raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
+    def __init__(self, net: DataParallel, make_optimizer: object) -> None:
+        super().__init__(net)
         if isinstance(make_optimizer, Optimizer):
-            raise TypeError("make_optimizer is an optimizer: expected a function that makes one of what it is given")
-        self._net = net
+            raise TypeError("make_optimizer is an optimizer: expected a function that makes one of its argument")
         self._left: dict[P, Handle[None]] = {}
-        """The parts with an update in flight, each with the handle of its reduction, in the order of issue."""
+        """Handles of the reductions of parts with an update in flight, in the order of issue."""
         self._failed: BaseException | None = None
         """First error of an update that was not raised yet."""
         self._unasked: set[P] = set()
-        """Parts with an update due at the begin of this forward whose parameters no module has needed yet."""
+        """Parts with a pending update at the begin of this forward that no module has needed yet."""
         self._guards: Guards[P]
 
     def _guard(self, parts: Sequence[P]) -> None:
@@ -66,32 +62,9 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         self._guards = Guards(self._net.module, by_parameter, self._before)
 
     @property
-    def net(self) -> DataParallel:
-        """The net that it steps."""
-        return self._net
-
-    @property
-    def _reducer(self) -> Reducer:
-        return reducer_of(self._net)
-
-    @property
-    def _compute(self) -> Compute:
-        return compute_of(self._net)
-
-    @property
     def pending(self) -> bool:
-        """True while updates are still to be made: `await flush()` before you look at parameters or state."""
+        """True while updates are pending: `await flush()` before you look at parameters or state."""
         return bool(self._left)
-
-    @located
-    async def flush(self) -> None:
-        """Return when every update is made, so this rank has the same parameters as all others.
-
-        Raises:
-            RuntimeError: If the net is closed. The error of the last reduction, update or gathering is raised too.
-
-        """
-        await self._net.submit(self.make_updates)
 
     @called("opt.flush")
     def make_updates(self) -> None:
@@ -104,7 +77,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """Return when all may."""
+        """Return when all parts may be used."""
         self._use(list(self._left))
 
     # --- steps, on the compute thread ---------------------------------------------------------------------------
@@ -118,7 +91,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         try:
             with self._guards.forward():
                 loss = forward.first()
-        finally:  # a step that fails sends zeros from where the gradients of the last one lie
+        finally:  # a step that fails sends zeros from the memory of the last gradients
             self._finish()
         self._check_used(loss)
         return forward.rest(loss)
@@ -128,17 +101,17 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         try:
             return self._compute.reduce(prepare)[1]
         except CommunicatorError:
-            self._tell()  # what came before says why
+            self._tell()  # an earlier error says why
             raise
 
     def _tell(self) -> None:
-        """Raise what an update failed with, once."""
+        """Raise the error of an update, once."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
     def _check_used(self, loss: Tensor) -> None:
-        """After forward: what no module asked for, and was updated in the meantime, must not have been used."""
+        """Raise RuntimeError if forward used a parameter that no module had asked for while its update was pending."""
         slots = {slot.parameter: (slot.name, part) for part in self._unasked for slot in part.slots}
         if not slots or not isinstance(loss, Tensor):
             return
@@ -146,8 +119,8 @@ class UpdatedAhead(MadeTogether, Generic[P]):
         if wrong:
             self._guards.early += list(dict.fromkeys(part for _, part in wrong))
             raise RuntimeError(
-                f"{', '.join(sorted(name for name, _ in wrong))}: used in this forward while the last update was on "
-                "its way, by another module than in the first step; from now on forward waits for it before it begins"
+                f"{', '.join(sorted(name for name, _ in wrong))}: used in this forward while the last update was in "
+                "flight, by another module than in the first step; from now on forward waits for it before it begins"
             )
 
     def _before(self, parts: Sequence[P], training: bool) -> None:
@@ -174,11 +147,11 @@ class UpdatedAhead(MadeTogether, Generic[P]):
 class Guards(Generic[T]):
     """Calls `before(parts, training)` before each module runs, with the parts of the parameters that it uses.
 
-    Where a parameter is used is learnt from the first forward of a step, by looking at the arguments of every function
-    of torch: in the innermost module that runs just then, be it the owner or not (`MultiheadAttention` reads its
-    `out_proj`, a tied weight serves in two places), of compiled code in the module that calls it. What is used outside
-    of all modules, or was not seen at all, is `early`: needed before forward begins. Learning costs a few microseconds
-    an operation, once.
+    The first forward of a step shows which module uses a parameter: the innermost module that runs when a function of
+    torch gets the parameter. That may be another module than the owner (`MultiheadAttention` reads its `out_proj`, and
+    modules may share a weight). For compiled code, the module that calls the code counts. Parameters that are used
+    outside of all modules, or were not seen, are `early`: forward begins after their updates. Learning costs a few
+    microseconds for each operation, once.
     """
 
     def __init__(
@@ -210,7 +183,7 @@ class Guards(Generic[T]):
             self._training = False
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in (*self._hooks, *self._leaving):
             hook.remove()
 
@@ -238,7 +211,7 @@ class Guards(Generic[T]):
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which module runs when a function of torch is given one of the parameters."""
+    """Records which module runs when a function of torch gets one of the parameters."""
 
     def __init__(self, parameters: Mapping[Tensor, object]) -> None:
         super().__init__()
@@ -252,7 +225,7 @@ class _Uses(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def enter(self, module: nn.Module) -> None:
-        """`module` runs now. In compiled code, whose hooks may be gone the next time, its caller stands for it."""
+        """Record that `module` runs, or for compiled code its caller, since compiled code may lose its hooks."""
         caller = self.running[-1] if self.running else None
         self.running.append(caller if _in_compiled_code() else module)
 
@@ -269,7 +242,7 @@ class _Uses(TorchFunctionMode):
 
 
 def _leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield those that backward of `result` gives a gradient."""
+    """Yield the tensors that get a gradient in backward of `result`."""
     seen: set[object] = set()
     waiting: list[Any] = [result.grad_fn]
     while waiting:
@@ -284,7 +257,7 @@ def _leaves(result: Tensor) -> Iterator[Tensor]:
 
 
 def _in_compiled_code() -> bool:
-    """Whether something that was compiled has called what runs here, uncompiled in part or not."""
+    """Return True if compiled code has called the running function."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     frame = None if compiler is None else _getframe()
     while frame is not None and frame.f_globals is not vars(compiler):
@@ -293,9 +266,9 @@ def _in_compiled_code() -> bool:
 
 
 class _ForwardHook:
-    """Called by a module around its forward; a copy of the module, or a pickle, has one that does nothing.
+    """A hook around the forward of a module. In a copy or a pickle of the module it does nothing.
 
-    Compiled code has none at all: what it uses is needed by the module that calls it.
+    Compiled code has no hooks: the module that calls the code needs its parameters.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:

@@ -18,7 +18,7 @@ from aiodist.nn.bucket_plan import Sizes
 from aiodist.nn.buckets import Allreduce, CommHook
 from aiodist.nn.compression import Compression, Compressor, checked_compression
 from aiodist.nn.devices import cuda_devices
-from aiodist.nn.drivers import Recovering, check_recovers, shared_states
+from aiodist.nn.drivers import Driver, check_given, shared_states
 from aiodist.nn.gradient_hooks import GradientHooks
 from aiodist.nn.joiners import Expected, JoinedState, check_kinds
 from aiodist.nn.layout import named_state
@@ -41,7 +41,7 @@ _BACKGROUND_BYTES = 32 << 10
 async def open_first(
     module: nn.Module,
     coll: Communicator,
-    state: Sequence[Stateful | type[Recovering]],
+    state: Sequence[Stateful | type[Driver]],
     op: SumOrMean,
     sizes: tuple[int | None, int | None],
     compress: Codec | Compression | None,
@@ -61,7 +61,7 @@ async def open_first(
     compression = None if compress is None else checked_compression(compress, shared.named_parameters())
     arguments = Arguments(shared, sum_or_mean(op), chosen, compression)
     for each in state:
-        if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
+        if isinstance(each, type) and not issubclass(each, Driver):
             raise TypeError(
                 f"create(…, {each.__name__}): a class stands for a driver that is made next, such as PipelinedOptimizer"
             )
@@ -85,7 +85,7 @@ async def open_again(before: Binding, coll: Communicator, state: Sequence[Statef
             "the last checkpoint"
         )
     shared_states("rebind", state, settings.per_rank)
-    check_recovers(state, before.optimizer, before.reducer.kept_by)
+    check_given(state, before.optimizer, before.reducer.kept_by)
     if before.ended is None:
         if coll is before.home:
             return before
@@ -95,7 +95,7 @@ async def open_again(before: Binding, coll: Communicator, state: Sequence[Statef
     await before.compute.stream.aclose()  # its work may still run after an abort
     for device in cuda_devices(module.parameters()):
         torch.cuda.synchronize(device)  # the compute thread had a stream of its own
-    retreated = [each.retreat() if isinstance(each, Recovering) else each for each in state]
+    retreated = [each.retreat() if isinstance(each, Driver) else each for each in state]
     states = shared_states("rebind", retreated, settings.per_rank)
     for parameter in module.parameters():
         parameter.grad = None

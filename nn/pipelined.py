@@ -76,12 +76,10 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             ```
 
         """
-        opt = cls.__new__(cls)
-        opt._prepare(net, make_optimizer)
-        return opt
+        return cls._made(net, make_optimizer)
 
-    def _prepare(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self._begin(net, make_optimizer)
+    def __init__(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        super().__init__(net, make_optimizer)
         come = expected_state(net, self, self.load_state_dict)
         groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
@@ -186,14 +184,11 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError if an optimizer has other parameters than those of its bucket."""
-        for part in self._parts:
-            part.check()
-
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and leave its reductions in flight; `net.step` calls it."""
+        for part in self._parts:
+            part.check()
 
         def prepare() -> Tensor:
             for part in self._parts:

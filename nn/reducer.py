@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, count
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 from torch.amp import GradScaler
@@ -61,16 +61,6 @@ class DataParallelStatistics:
         return 1 - self.exposed_seconds / self.reduction_seconds if self.reduction_seconds else 0.0
 
 
-class Owner(Protocol):
-    """An optimizer that gets gradients in place of the parameters, such as `ShardedOptimizer`."""
-
-    def follow(self, reduction: Pass) -> None:
-        """Do what other ranks do with a pass without data of this rank (compute thread)."""
-
-    async def flush(self) -> None:
-        """Return when all updates are made."""
-
-
 class Reducer:
     """Reduces the gradients of a module's parameters, in one pass for each backward.
 
@@ -99,7 +89,7 @@ class Reducer:
         """Newest pass."""
         self.kept_by: object = None
         """Optimizer for which buckets are kept."""
-        self.owner: Owner | None = None
+        self.owner: object = None
         """Optimizer that alone may have gradients reduced."""
         self.scaler: GradScaler | None = None
         """Scaler of the newest step's loss."""
@@ -176,7 +166,7 @@ class Reducer:
         if self.kept_by is keeper:
             self.kept_by = None
 
-    def hand_to(self, owner: Owner | None, hook: CommHook, make: MakeBucket | None) -> CommHook:
+    def hand_to(self, owner: object, hook: CommHook, make: MakeBucket | None) -> CommHook:
         """Let `hook` reduce buckets that `make` makes, for `owner` alone. Return the hook so far.
 
         Parameters that were kept together stay together. Without an owner the parameters get their gradients again.

@@ -95,12 +95,10 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             ```
 
         """
-        opt = cls.__new__(cls)
-        opt._prepare(net, make_optimizer, params)
-        return opt
+        return cls._made(net, make_optimizer, params)
 
-    def _prepare(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None) -> None:
-        self._begin(net, make_optimizer)
+    def __init__(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None) -> None:
+        super().__init__(net, make_optimizer)
         _check_net(net)
         self._make = make_optimizer
         self._given = _given_groups(net, params)
@@ -111,7 +109,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._take_over(groups)
         shared = _Used(self)
         self.used = self._lost = bool(expected_state(net, self, shared.load_state_dict))
-        """Something may differ from a new optimizer on new parameters; the others know where one joins."""
+        """True if the state may differ from that of a new optimizer; a rank that joins gets it from the others."""
 
     def _divide(self) -> list[ShardGroup]:
         """Cut the parameters in blocks, and return the groups of this rank's blocks."""
@@ -149,6 +147,11 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of `optimizer`, with the blocks of this rank."""
         return self.optimizer.param_groups
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """List of the one `optimizer`."""
+        return [self.optimizer]
 
     @property
     def pending(self) -> bool:
@@ -247,15 +250,11 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError if the optimizer has tensors that this rank does not own."""
-        given = {id(mine.parameter) for shard in self._shards for mine in shard.sections.values()}
-        check_only(self.optimizer, given, "what make_optimizer was given")
-
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and leave the gathering of parameters in flight; `net.step` calls it."""
-        compute = self._compute
+        given = {id(mine.parameter) for shard in self._shards for mine in shard.sections.values()}
+        check_only(self.optimizer, given, "what make_optimizer was given")
         if self._lost:
             raise RuntimeError(
                 "the net has other ranks, with which shards of the optimizer's state have gone: expected "
@@ -270,7 +269,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             return self._run(forward)
 
         reduction = self._reduce(prepare)
-        compute.use(reduction)
+        self._compute.use(reduction)
         self._memory.end_pass()
         self._update(reduction, forward.settings)
         self._tell()
@@ -305,14 +304,14 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         finally:
             for shard in self._shards:
                 shard.forget()
-            if begun:  # where it raised too: the others gather
+            if begun:  # also if the step has raised, since the others gather
                 self._gather(reduction)
         if made:
             reducer.steps.note(self)
             settings.advance()
 
     def _of_shards(self, settings: StepSettings) -> StepSettings:
-        """Return `settings` that know what this rank owns of divided layers."""
+        """Return `settings` with the sections that this rank owns of divided layers."""
         divided = settings.divided
         blocks = {
             section.parameter: divided[parameter]
@@ -350,22 +349,22 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
 
 def _check_net(net: DataParallel) -> None:
-    """Raise where the gradients of `net` cannot be scattered."""
+    """Raise ValueError or TypeError if the gradients of `net` cannot be scattered."""
     if net.compressor is not None:
         raise ValueError("the net compresses its gradients, and codes are no gradients of blocks: leave out compress=")
     check_updated(net)
     for slot in reducer_of(net).slots:
         if slot.parameter.is_cuda:
-            raise TypeError(f"parameter {slot.name!r} lies on {slot.parameter.device}: expected all on the CPU")
+            raise TypeError(f"parameter {slot.name!r} is on {slot.parameter.device}: expected all on the CPU")
         if slot.by_rows:
             raise TypeError(f"parameter {slot.name!r} has sparse gradients, rows, not blocks: expected sparse=False")
 
 
 class _Used:
-    """The exchange of ranks about shards, which one rank each has alone: whether any state can be lost.
+    """The state of a `ShardedOptimizer` that ranks share: True if states of shards can be lost with a rank.
 
-    No update is made before all ranks have reduced a gradient. So where a rank that has made most steps made none, and
-    loaded nothing, the state of a new optimizer is the right one.
+    No update is made before all ranks have reduced a gradient. So if the furthest rank has made no step and loaded no
+    state, the state of a new optimizer is right.
     """
 
     def __init__(self, opt: ShardedOptimizer) -> None:
@@ -379,12 +378,12 @@ class _Used:
 
 
 def _own_groups(groups: Sequence[ShardGroup]) -> list[dict[str, Any]]:
-    """Return what `make_optimizer` gets."""
+    """Return the argument of `make_optimizer`."""
     return [{**group.options, "params": [mine.parameter for mine in group.sections.values()]} for group in groups]
 
 
 def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Tensor], dict[str, Any]]]:
-    """Return each group's parameters, and its options; one group of all where none are given."""
+    """Return the parameters and options of each group; by default one group of all parameters."""
     given = list(net.shared.parameters() if params is None else params)
     if not given or not isinstance(given[0], Mapping):
         given = [{"params": given}]

@@ -414,7 +414,8 @@ class Steps:
         noted, self._since = self._since or {}, {}
         self.made += len(noted)
         (driver, settings), self._declared = self._declared, (None, None)
-        optimizers = list({id(opt): opt for each in (*noted.values(), driver) for opt in optimizers_of(each)}.values())
+        stepped = noted.values() if driver is None else (*noted.values(), driver)
+        optimizers = list({id(opt): opt for each in stepped for opt in optimizers_of(each)}.values())
         self._compared = optimizers, settings
         text = "" if settings is None else settings.described
         self.settings_hash = self._hash.of(optimizers, text, self._own) if noted or settings is not None else 0

@@ -32,12 +32,13 @@ class PassStepper:
         self._net = net
         self._optimizer = optimizer
         check_optimizer(net, optimizer)
-        if not isinstance(optimizer, Optimizer) and not hasattr(optimizer, "pass_lag"):
+        lag = optimizer.pass_lag if isinstance(optimizer, Driver) else 0
+        if lag is None:
             raise TypeError(
                 f"{type(optimizer).__name__}: its steps are not one pass of all ranks each (`pass_lag`), so no rank "
                 "would learn that another stops or fails: expected an optimizer of torch.optim, or another driver"
             )
-        self._lag: int = getattr(optimizer, "pass_lag", 0)
+        self._lag = lag
         self._made = 0
         self._known: tuple[int, int] | None = None
         """In an epoch, numbers of steps of the net and of the training at a time without pending updates."""

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import aiodist
 from aiodist import Communicator, CommunicatorAborted, Engine, MismatchError, RemoteError
 from aiodist.engine import State
-from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
+from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
 from tests.engine.conftest import Job
 
@@ -391,8 +391,8 @@ async def test_n14_the_loss_must_be_one(coll: Communicator, guilty: int) -> None
         await engine.train(Job.pairs(coll.rank, 2), epochs=1)
 
 
-class Silent:
-    """A driver that does not say when ranks hear of one another."""
+class Unknown:
+    """A class with the methods of a driver, and no driver."""
 
     pending = False
 
@@ -406,7 +406,13 @@ class Silent:
 
 
 @pytest.mark.ranks(1)
-async def test_n14_drivers_that_tell_nothing_are_refused(coll: Communicator) -> None:
+async def test_n14_drivers_whose_steps_are_not_passes_are_refused(coll: Communicator) -> None:
     net = await DataParallel.create(Job.build(), coll)
-    with pytest.raises(TypeError, match="Silent: its steps are not one pass of all ranks each"):
-        Engine(net, Silent(), mse_loss)
+    local = await LocalSGD.create(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2)
+    with pytest.raises(TypeError, match="LocalSGD: its steps are not one pass of all ranks each"):
+        Engine(net, local, mse_loss)
+    unknown: Any = Unknown()
+    with pytest.raises(TypeError, match=r"Engine\(DataParallel, Unknown\): expected"):
+        Engine(net, unknown, mse_loss)
+    with pytest.raises(TypeError, match=r"and Unknown\): expected a function .*; and an optimizer"):
+        await net.step(lambda: mse_loss(net(torch.ones(1, 3)), torch.ones(1, 3)), unknown)

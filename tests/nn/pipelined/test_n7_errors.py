@@ -304,6 +304,6 @@ async def test_n7_what_is_given_in_the_wrong_place_is_told(coll: Communicator) -
         await PipelinedOptimizer.create(net.module, lambda params: torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="net is a SGD"):
         await PipelinedOptimizer.create(opt, net)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a function that makes one of what it is given"):
+    with pytest.raises(TypeError, match="expected a function that makes one of its argument"):
         await PipelinedOptimizer.create(net, opt)  # type: ignore[arg-type]
     await net.aclose()
