@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,13 @@ def test_a_group_is_one_box(drawings: ModuleType, package: Path) -> None:
     for groups, wrong in (("calls: call\nothers: call", "two groups: call"), ("base: call", "called as modules")):
         with pytest.raises(ValueError, match=wrong):
             drawings.rewritten(f"<!-- modules: aiodist\n{groups}\n-->\n<!-- end -->\n")
+
+
+def test_no_drawing_has_a_cycle(drawings: ModuleType) -> None:
+    for page in drawings.pages():
+        for drawn in re.findall(r"```mermaid\nflowchart TD\n(.*?)```", page.read_text(), re.DOTALL):
+            arrows = re.findall(r"^    (m\d+)-->(.+)$", drawn, re.MULTILINE)
+            TopologicalSorter({box: below.split(" & ") for box, below in arrows}).prepare()  # raises CycleError
 
 
 def test_no_drawing_has_too_many_boxes(drawings: ModuleType) -> None:
