@@ -20,7 +20,7 @@ from aiodist.nn.buckets import Bucket, CommHook, Slot
 from aiodist.nn.layout import dims_in_memory, view_like
 
 _IDLE = 4
-"""How many flat tensors of one dtype wait for the next buckets; more go back."""
+"""Maximum number of idle flat tensors of one dtype; more are freed."""
 
 _SAMPLE = 3
 """Number of elements of the sample tensor whose state shows the state of others."""
@@ -37,9 +37,9 @@ class Section:
 
 
 class BucketShard:
-    """Some parameters of one dtype, side by side in one flat tensor that is cut in blocks of equal size, one a rank.
+    """Some parameters of one dtype in one flat tensor, which is cut in blocks of equal size, one for each rank.
 
-    The parameters are views of it from now on. Behind the last of them there may be a rest, so that blocks are equal.
+    From now on the parameters are views of the tensor. Zeros after the last parameter make the blocks equal.
     """
 
     def __init__(self, slots: Sequence[Slot], coll: Communicator) -> None:
@@ -48,9 +48,9 @@ class BucketShard:
         self.begins = dict(zip([slot.index for slot in slots], accumulate(counts, initial=0), strict=False))
         """Start of each parameter, by its index."""
         self.block = -(-sum(counts) // coll.size)
-        """How many elements each rank owns."""
+        """Number of elements that each rank owns."""
         self.alone = coll.size == 1
-        """There is no other rank: gradients are used where they are."""
+        """True if there is no other rank: gradients stay in place."""
         self.first = coll.rank * self.block
         with torch.inference_mode(False), torch.no_grad():
             self.flat = coll.arena_empty(self.block * coll.size, slots[0].dtype)
@@ -73,12 +73,12 @@ class BucketShard:
         """The last gradient given to `assign`, and its parts for the sections."""
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
-        """Return the place of a parameter in a flat tensor like that of the parameters."""
+        """Return the view of a parameter in a flat tensor like that of the parameters."""
         begin = self.begins[slot.index]
         return view_like(flat[begin : begin + slot.parameter.numel()], slot.parameter)
 
     def assign(self, indices: Container[int], gradient: Tensor) -> None:
-        """Give the sections of some parameters, by their index, what is theirs of the `gradient` of this block."""
+        """Give the sections of the parameters `indices` their parts of the `gradient` of this block."""
         if self._gradients[0] is not gradient:
             begins = [self.begins[index] + section.start - self.first for index, section in self.sections.items()]
             sizes = [section.parameter.numel() for section in self.sections.values()]
@@ -94,33 +94,33 @@ class BucketShard:
 
 
 class FlatMemory:
-    """A flat tensor, and the places of parameters in it, which to make takes longer than to fill them."""
+    """A flat tensor with the views of parameters, since making a view takes longer than filling it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._views: WeakKeyDictionary[BucketShard, dict[int, Tensor]] = WeakKeyDictionary()
 
     def views(self, shard: BucketShard) -> dict[int, Tensor]:
-        """Return the places of the parameters of `shard`, by their index."""
+        """Return the views of the parameters of `shard`, by index."""
         if shard not in self._views:
             self._views[shard] = {slot.index: shard.view(self.tensor, slot) for slot in shard.slots}
         return self._views[shard]
 
 
 class BucketMemory:
-    """Flat memory in which buckets bring their gradients to a reduction, one after the other; from any thread."""
+    """Flat memory that buckets use for their reductions, one after the other; from any thread."""
 
     def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
         self.allocate = allocate
         self._lock = threading.Lock()
         self.idle: dict[torch.dtype, list[FlatMemory]] = {}
-        """Memory that no bucket has, by dtype, in the order of its release."""
+        """Memory without a bucket, by dtype, in the order of release."""
         self.newest: Tensor | None = None
-        """The gradient that was reduced last of those that stayed where autograd had made them."""
+        """Newest gradient that was reduced in place."""
         self._last: Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> FlatMemory:
-        """Return memory of `numel` elements or more; it is the caller's until `release`."""
+        """Return memory of at least `numel` elements, which the caller owns until `release`."""
         with self._lock:
             idle = self.idle.setdefault(dtype, [])
             fitting = [place for place, flat in enumerate(idle) if flat.tensor.numel() >= numel]
@@ -129,7 +129,7 @@ class BucketMemory:
         return FlatMemory(self.allocate(numel, dtype))
 
     def release(self, flat: FlatMemory) -> None:
-        """Take memory back; free the memory that was idle longest if there is enough."""
+        """Keep `flat` for the next bucket; free the oldest memory above `_IDLE`."""
         with self._lock:
             idle = self.idle.setdefault(flat.tensor.dtype, [])
             idle.append(flat)
@@ -138,23 +138,23 @@ class BucketMemory:
     def end_pass(self) -> None:
         """Keep the last gradient of each pass until the end of the next one.
 
-        It lies at the end of malloc's memory. If it went when the others are gone, malloc (glibc's) would give all of
-        that back to the system, which would zero it anew in each backward: 8 ms for 67 MB.
+        This gradient is at the end of malloc's memory. If it were freed after the others, glibc would return all of
+        that memory to the system, and the system would zero it in each backward: 8 ms for 67 MB.
         """
         self._last = self.newest
 
 
 class ShardBucket(Bucket):
-    """The gradients of the parameters of a shard, until each rank has those of its block: then they are dropped.
+    """The gradients of the parameters of a shard. They are dropped when each rank has those of its block.
 
-    Frozen parameters have places too, which are not read.
+    Frozen parameters have memory too, which is not read.
     """
 
     def __init__(self, shard: BucketShard, slots: Sequence[Slot], memory: BucketMemory) -> None:
         super().__init__(slots, memory.allocate)
         self.shard = shard
         self.names: list[str] = []
-        """The parameters that some rank has used in this pass; known when it is placed."""
+        """Names of the parameters that some rank has used in this pass, after `place`."""
         self._pool = memory
         self._taken: FlatMemory | None = None
 
@@ -164,13 +164,13 @@ class ShardBucket(Bucket):
         return self.data if self.shard.alone else self.shard.gradient
 
     def open(self) -> None:
-        """See `Bucket`; what a pass that failed has left is dropped."""
+        """See `Bucket`; drop the gradients of a failed pass."""
         self._forget()
         self.names = []
         super().open()
 
     def place(self, used: Callable[[int], object], *, empty: bool = False) -> None:
-        """It is reduced: give the sections of this rank their gradients, and drop those of the parameters."""
+        """Give the sections of this rank their reduced gradients, and drop those of the parameters."""
         idle = {slot.index for slot in self.unused if not used(slot.index)}
         trained = {slot.index: slot.name for slot in self.slots if slot.index not in idle}
         self.names = list(trained.values())
@@ -206,7 +206,7 @@ class ShardBucket(Bucket):
 
 
 class ReduceScatter(CommHook):
-    """Reduces buckets of shards, and brings the parameters together again."""
+    """Reduces buckets of shards, and gathers the parameters."""
 
     def __init__(self, data: Communicator, op: Literal["mean", "sum"]) -> None:
         self._data = data
@@ -225,7 +225,7 @@ class ReduceScatter(CommHook):
         return self._data.allgather(shard.own, out=shard.flat)
 
 
-# --- the state of the optimizer: as it is on this rank, and in pieces of that which one process would have ------------
+# --- the state of the optimizer: of this rank's shard, and as pieces of the state of one process ----------------------
 
 
 class ShardGroup(NamedTuple):
@@ -236,11 +236,11 @@ class ShardGroup(NamedTuple):
     sections: dict[int, Section]
     """This rank's sections, by the index of the slot."""
     options: dict[str, Any]
-    """Learning rate and the like, as far as they are the group's own."""
+    """Hyperparameters that the group sets."""
 
 
 class ShardState:
-    """The state that the optimizer of this rank keeps for its `groups`."""
+    """The state of this rank's optimizer for its `groups`."""
 
     def __init__(
         self, optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[ShardGroup]
@@ -250,9 +250,9 @@ class ShardState:
         self._groups = groups
         self._names = [[slot.name for slot in group.slots] for group in groups]
         self.stepped: set[str] = set()
-        """The parameters that were updated since they had no state; the same on every rank."""
+        """Names of the parameters with state, the same on every rank."""
 
-    # --- as it is -----------------------------------------------------------------------------------------------
+    # --- of the shard -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"shard": self._shard(), "stepped": sorted(self.stepped), **self._optimizer.state_dict()}
@@ -291,7 +291,7 @@ class ShardState:
         return {"state": state, "param_groups": groups, "names": self._names}
 
     def _pieces(self, slot: Slot, section: Section | None, likes: Mapping[str, Any]) -> dict[str, Piece]:
-        """Return what the optimizer keeps of a parameter, if this rank has a section of it; `likes` are of another."""
+        """Return the pieces of a parameter's state. `likes` is the state of a sample tensor, by key."""
         state = {} if section is None else self._optimizer.state.get(section.parameter, {})
         if unknown := [key for key, value in state.items() if key not in likes and value is not None]:
             raise TypeError(
@@ -325,9 +325,9 @@ class ShardState:
         return {"shard": self._shard(), "stepped": stepped, "state": kept, "param_groups": groups}
 
     def _samples(self) -> list[dict[torch.dtype, tuple[dict[str, Any], set[str]]]]:
-        """Return by group and dtype what is kept of a small tensor behind a step, and what was there before.
+        """Return the state of a sample tensor after a step, and its keys before the step, by group and dtype.
 
-        Only so is known what other ranks keep of what this one has no section of.
+        So this rank knows the form of state that other ranks keep.
         """
         kinds = [list(dict.fromkeys(slot.dtype for slot in group.slots)) for group in self._groups]
         tensors = [
@@ -354,7 +354,7 @@ class ShardState:
 
 
 def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:
-    """Return what this rank has of a `value` that is kept of a parameter, and that is `like` that of a new tensor."""
+    """Return this rank's piece of a `value` in the state of a parameter; `like` is that of the sample tensor."""
     number = not isinstance(like, Tensor)
     if number:
         like = torch.tensor(like, dtype=torch.float64 if isinstance(like, float) else None, device="cpu")
@@ -373,7 +373,7 @@ def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:
 
 
 def _divided(section: Section, key: str, value: Any) -> Any:
-    """Return what this rank has of a `value` that an optimizer keeps of a whole parameter."""
+    """Return this rank's part of a `value` in the state of a whole parameter."""
     parameter = section.slot.parameter
     if not isinstance(value, (Tensor, StoredTensor)):
         return value
@@ -391,7 +391,7 @@ def _divided(section: Section, key: str, value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """Return a copy where it is a tensor."""
+    """Return a copy of a tensor, or another value unchanged."""
     if isinstance(value, StoredTensor):
         return value.whole()
     return value.clone() if isinstance(value, Tensor) else value
