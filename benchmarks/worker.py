@@ -12,6 +12,7 @@ from rich.console import Console
 import aiodist
 from aiodist.bench import worker
 from aiodist.bench.plan import carry_out
+from aiodist.bench.records import table
 from benchmarks.figures import COLUMNS, figures
 from benchmarks.suite import Study
 
@@ -22,9 +23,13 @@ async def main(study: Study) -> None:
     """Measure the study with the other ranks of this job; rank 0 writes the files and prints."""
     if done := await worker.measured(study, import_module(study.module).measure):
         found = figures(done[0])
-        worker.report(study, found, done[1], COLUMNS)
+        worker.write(study, found)
+        console = Console(width=study.width, highlight=False)
+        console.print(table([one for one in found if one.thread is None], done[1], COLUMNS))
+        if threads := [one for one in found if one.thread is not None]:
+            console.print(table(threads, "CPU of each thread", COLUMNS))
         if study.targets is not None:
-            Console(width=study.width, highlight=False).print(*import_module(study.targets).reached(found))
+            console.print(*import_module(study.targets).reached(found))
 
 
 if __name__ == "__main__":

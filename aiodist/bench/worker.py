@@ -16,7 +16,7 @@ from rich.console import Console
 import aiodist
 from aiodist.bench import collectives, peers, plots, records
 from aiodist.bench.plan import BACKENDS, Plan, carry_out
-from aiodist.bench.records import COLUMNS, Column, Record
+from aiodist.bench.records import Record
 from aiodist.bench.session import Session, facts
 from aiodist.bench.timing import Fence
 from aiodist.communicator import Communicator
@@ -28,11 +28,13 @@ Measure = Callable[[Session], Awaitable[Sequence[Record]]]
 async def main(plan: Plan) -> None:
     """Measure the plan with the other ranks of this job; rank 0 writes the files and prints."""
     if done := await measured(plan, collectives.measure):
-        report(plan, *done)
+        found, title = done
+        write(plan, found)
+        Console(width=plan.width, highlight=False).print(records.table(found, title))
 
 
-async def measured(plan: Plan, measure: Measure) -> tuple[list[Record], list[str]] | None:
-    """Measure in a session for each backend; return on rank 0 the records, and the lines of the title."""
+async def measured(plan: Plan, measure: Measure) -> tuple[list[Record], str] | None:
+    """Measure in a session for each backend; return on rank 0 the records, and a title with versions and cores."""
     found: list[Record] = []
     notes: list[str] = []
     rank = 0
@@ -60,7 +62,7 @@ async def measured(plan: Plan, measure: Measure) -> tuple[list[Record], list[str
                 notes += [peer.version for peer in opened]
                 session = Session(plan, coll, here, opened, _fence(coll, [*fences, *opened]), first=first, notes=notes)
                 found += await measure(session)
-    return None if rank else (found, notes)
+    return None if rank else (found, "\n".join(notes))
 
 
 def _fence(coll: Communicator, opened: Sequence[peers.OtherLibrary]) -> Fence:
@@ -82,13 +84,12 @@ def _fence(coll: Communicator, opened: Sequence[peers.OtherLibrary]) -> Fence:
     return fence
 
 
-def report(plan: Plan, found: Sequence[Record], notes: Sequence[str], columns: Sequence[Column] = COLUMNS) -> None:
-    """Write the files, then print: an error while printing loses no records."""
+def write(plan: Plan, found: Sequence[Record]) -> None:
+    """Write the files of the plan, before anything is printed: an error while printing loses no records."""
     if plan.json is not None:
         Path(plan.json).write_text(records.dumps(found))
     if plan.plot is not None:
         plots.plot(found, plan.op, plan.plot)
-    Console(width=plan.width, highlight=False).print(records.table(found, "\n".join(notes), columns))
 
 
 if __name__ == "__main__":
