@@ -261,10 +261,12 @@ static void tell(Operation *o) {
 static int tell_all(Completions *self) {
     int count = 0;
     settle_all(self);
+    self->telling++;
     for (core_op *op = take(&self->ended), *next; op != NULL; op = next, count++) {
         next = op->next;
         tell(op->caller);
     }
+    self->telling--;
     return count;
 }
 
@@ -360,6 +362,7 @@ static PyMethodDef completions_methods[] = {
 static PyMemberDef completions_members[] = {
     {"event", T_INT, offsetof(Completions, event), READONLY, "An eventfd, see `sleep`."},
     {"pending", T_PYSSIZET, offsetof(Completions, pending), READONLY, "Operations whose `done` was not called yet."},
+    {"telling", T_INT, offsetof(Completions, telling), READONLY, "Positive while `done` of ended operations are called, in order."},
     {0},
 };
 static PyGetSetDef completions_getset[] = {

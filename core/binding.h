@@ -41,6 +41,7 @@ typedef struct {
     _Atomic bool wants;          // a lane waits for a segment
     int event;
     Py_ssize_t pending;          // operations whose `done` was not called yet
+    int telling;                 // nested calls of `tell_all`
     Lane *lanes;                 // the first of a list
 } Completions;
 

@@ -73,9 +73,11 @@ static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *named)
 }
 
 static int handle_init(Handle *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"progress", "op", "seq", "nbytes", "origin", "account", NULL};
+    static char *names[] = {"progress", "op", "seq", "nbytes", "origin", "account", "writes", NULL};
     PyObject *progress, *op, *called = NULL, *account = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OO|LnOO", names, &progress, &op, &self->seq, &self->nbytes, &called, &account))
+    int writes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OO|LnOOp", names, &progress, &op, &self->seq, &self->nbytes, &called, &account,
+                                     &writes))
         return -1;
     origin place = {NULL, 0};
     if (is_set(called) && !PyArg_ParseTuple(called, "Oi", &place.code, &place.instruction)) return -1;
@@ -84,6 +86,7 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
     self->progress = progress;
     self->op = op;
     self->account = account;
+    self->writes = (char)writes;
     return 0;
 }
 

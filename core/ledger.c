@@ -46,6 +46,68 @@ static PyObject *claims_give_back(Claims *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+typedef struct {
+    unsigned long long start, nbytes;
+    int writes;
+} claim;
+
+// Reads element `i` of `claims`, a tuple that begins with address, bytes and a flag; false with an exception set.
+static bool claim_at(PyObject *claims, Py_ssize_t i, claim *found) {
+    PyObject *one = PySequence_GetItem(claims, i);
+    PyObject *fields = one == NULL ? NULL : PyTuple_GetSlice(one, 0, 3);
+    bool read = fields != NULL && PyArg_ParseTuple(fields, "KKp", &found->start, &found->nbytes, &found->writes);
+    Py_XDECREF(fields), Py_XDECREF(one);
+    return read;
+}
+
+// Releases the first `count` of `claims`; false with an exception set.
+static bool release_first(Claims *self, PyObject *claims, Py_ssize_t count) {
+    claim one;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!claim_at(claims, i, &one)) return false;
+        if (one.nbytes > 0) claims_release(self, (uintptr_t)one.start, one.nbytes, one.writes);
+    }
+    return true;
+}
+
+static PyObject *claims_acquire_all(Claims *self, PyObject *args) {
+    PyObject *claims, *owner;
+    if (!PyArg_ParseTuple(args, "OO", &claims, &owner)) return NULL;
+    Py_ssize_t count = PySequence_Size(claims);
+    if (count < 0) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        claim one;
+        bool failed = false;
+        const core_range *held = NULL;
+        if (!claim_at(claims, i, &one)) failed = true;
+        else if (one.nbytes > 0) held = claims_acquire(self, (uintptr_t)one.start, one.nbytes, one.writes, owner, &failed);
+        if (held == NULL && !failed) continue;
+        if (held != NULL) {  // Python raises the error, or withdraws the holder
+            PyObject *holder = held->owner;
+            Py_INCREF(holder);
+            PyObject *gone = PyObject_CallMethod((PyObject *)self, "_withdraw", "OnOO", claims, i, holder, owner);
+            Py_DECREF(holder);
+            if (gone != NULL) {
+                Py_DECREF(gone);
+                i--;
+                continue;
+            }
+        }
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        release_first(self, claims, i);
+        PyErr_Restore(type, value, traceback);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *claims_release_all(Claims *self, PyObject *claims) {
+    Py_ssize_t count = PySequence_Size(claims);
+    if (count < 0 || !release_first(self, claims, count)) return NULL;
+    Py_RETURN_NONE;
+}
+
 static Py_ssize_t claims_length(Claims *self) { return (Py_ssize_t)(self->writes.ranges + self->reads.ranges); }
 
 static PyObject *claims_new(PyTypeObject *type, PyObject *args, PyObject *named) {
@@ -67,6 +129,10 @@ static void claims_dealloc(Claims *self) {
 static PyMethodDef claims_methods[] = {
     {"claim", (PyCFunction)claims_claim, METH_VARARGS,
      "claim(start, nbytes, writes, owner): claim these bytes, or return the owner of a conflicting claim."},
+    {"acquire_all", (PyCFunction)claims_acquire_all, METH_VARARGS,
+     "acquire_all(claims, owner): claim all (address, bytes, written, ...), or none. Calls `_withdraw(claims, i, holder, owner)` "
+     "if a holder has bytes of claim i."},
+    {"release_all", (PyCFunction)claims_release_all, METH_O, "release_all(claims): release all claims of `acquire_all`."},
     {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): release a claim."},
     {0},
 };

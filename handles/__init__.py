@@ -14,14 +14,14 @@ from aiodist.handles.posted import Posted, PostedOperation
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
 from aiodist.handles.sources import Done, Source, from_future, from_source, join
-from aiodist.handles.state import Fence
+from aiodist.handles.state import HandleFence
 
 __all__ = [
     "LARGE_BYTES",
     "Account",
     "Done",
-    "Fence",
     "Handle",
+    "HandleFence",
     "Lane",
     "Operation",
     "Origin",

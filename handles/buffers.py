@@ -22,7 +22,7 @@ class Lapsing(Protocol):
         """Release all bytes of the owner and return True if the program has dropped the owner, else return False."""
 
 
-class InFlight(_core.Claims):
+class ClaimedBytes(_core.Claims):
     """Byte ranges of all operations in flight, over all communicators of the process.
 
     A written range overlaps no other range, so a comparison with its two neighbours finds a conflict, in O(log n). Read
@@ -37,22 +37,17 @@ class InFlight(_core.Claims):
         """
         self.acquire_all([(start, nbytes, writes, None)], owner)
 
-    def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
-        """Claim all ranges. If one range is in use, claim none and raise `BufferInFlight`."""
-        for i, (start, nbytes, writes, *_) in enumerate(claims):
-            while (holder := self.claim(start, nbytes, writes, owner)) is not None:
-                if isinstance(holder, Lapsing) and holder.lapse():
-                    continue
-                self.release_all(claims[:i])
-                if holder is owner:
-                    raise BufferInFlight(f"{owner} would have the same memory twice: {_twice(claims, i)}")
-                verb = "write" if writes else "read"
-                raise BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
+    def _withdraw(self, claims: Sequence[Claimed], i: int, holder: object, owner: object) -> None:
+        """Withdraw the holder of bytes of claim `i` if the program has dropped the holder.
 
-    def release_all(self, claims: Sequence[Claimed]) -> None:
-        """Release the ranges that `acquire_all` has claimed."""
-        for start, nbytes, writes, *_ in claims:
-            self.release(start, nbytes, writes)
+        Called by `acquire_all`. Raise `BufferInFlight` otherwise.
+        """
+        if isinstance(holder, Lapsing) and holder.lapse():
+            return
+        if holder is owner:
+            raise BufferInFlight(f"{owner} would have the same memory twice: {_twice(claims, i)}")
+        verb = "write" if claims[i][2] else "read"
+        raise BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
 
 
 def _twice(claims: Sequence[Claimed], i: int) -> str:
@@ -64,4 +59,4 @@ def _twice(claims: Sequence[Claimed], i: int) -> str:
     return "what it reads overlaps what it writes; expected other memory for one of these"
 
 
-in_flight = InFlight()
+in_flight = ClaimedBytes()

@@ -7,17 +7,18 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from contextvars import Context, copy_context
+from dataclasses import dataclass
 from math import inf
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from aiodist import _core
+from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
 from aiodist.handles.state import (
     RETURNED,
-    FutureWaiter,
-    Status,
+    HandleStatus,
     Waiter,
     current_deadline,
     error_of,
@@ -35,7 +36,23 @@ _SLEEP_SECONDS = 1.0  # longest sleep of a thread that waits for a lane, since t
 _LOOK_SECONDS = 0.5  # time in which a waiting thread notices that its wait is pointless, see `_block_unless`
 _NOT_SHOWN = nullcontext()
 _event_lock = threading.Lock()
-_PENDING = Status.PENDING
+_PENDING = HandleStatus.PENDING
+
+
+@dataclass(eq=False, slots=True)
+class FutureWaiter:
+    """One suspended `await` with a separate future, so that a cancellation leaves the handle pending."""
+
+    future: asyncio.Future[None]
+
+    def wake(self, handle: object, late: OperationTimeout | None, /) -> None:
+        """See `Waiter`."""
+        if self.future.done():
+            return
+        if late is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(late)
 
 
 class Handle(_core.Handle, Generic[T]):
@@ -78,18 +95,42 @@ class Handle(_core.Handle, Generic[T]):
             """
 
     def _suspended(self) -> Generator[Any, None, T]:
+        """Suspend the task until the handle is done, or raise OperationTimeout once its deadline has passed."""
+        progress = self._progress
+        loop = progress.loop
+        if asyncio.get_running_loop() is not loop:
+            raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
+        if self._expires is not None and (late := expired(self)) is not None:
+            self._given_up = True
+            self._leave()
+            raise late
         began = 0.0 if tracing.to is None else perf_counter()
         hurries = self._in_lane
+        waiter = FutureWaiter(loop.create_future())
+        self._append_waiter(waiter)
         if hurries:  # the operation ends outside Python, and its end needs the GIL soon
-            self._progress.hurry(1)
+            progress.hurry(1)
         try:
-            with shown_to_asyncio(self) if self._progress.carriers else _NOT_SHOWN:
-                yield from self._suspend()
+            with shown_to_asyncio(self) if progress.carriers else _NOT_SHOWN:
+                yield from waiter.future
+        except GeneratorExit:  # perhaps from the garbage collector, in the middle of other code
+            self._given_up = True
+            progress.post(self._remove_waiter, waiter)
+            raise
+        except BaseException as error:  # an await that ends without the outcome retrieves nothing
+            self._given_up = True
+            if isinstance(error, asyncio.CancelledError):
+                error.add_note(f"while awaiting {self}, which continues{plight([self])[0]}")
+                if (note := current_deadline.get()) is not None:
+                    note(self)
+            self._remove_waiter(waiter)
+            raise
         finally:
             if hurries:
-                self._progress.hurry(-1)
+                progress.hurry(-1)
             if began:
                 _trace_wait(self, began, "waits")
+        self._consumed = True
         return self._outcome()
 
     def _yielding(self) -> Generator[Any, None, T]:
@@ -97,7 +138,7 @@ class Handle(_core.Handle, Generic[T]):
         self._progress.last_ran = perf_counter()
         try:
             yield
-        except GeneratorExit:  # see `_suspend`
+        except GeneratorExit:  # see `_suspended`
             self._given_up = True
             self._progress.post(self._leave)
             raise
@@ -110,33 +151,6 @@ class Handle(_core.Handle, Generic[T]):
 
     def _leave(self) -> None:
         """Hook for subclasses, called when an await ends without the outcome."""
-
-    def _suspend(self) -> Generator[Any, None, None]:
-        loop = self._progress.loop
-        if asyncio.get_running_loop() is not loop:
-            raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
-        if (late := expired(self)) is not None:
-            self._given_up = True
-            self._leave()
-            raise late
-        waiter = FutureWaiter(loop.create_future())
-        self._append_waiter(waiter)
-        try:
-            yield from waiter.future
-        except GeneratorExit:  # perhaps from the garbage collector, in the middle of other code
-            self._given_up = True
-            self._progress.post(self._remove_waiter, waiter)
-            raise
-        except BaseException as error:  # an await that ends without the outcome retrieves nothing
-            self._given_up = True
-            if isinstance(error, asyncio.CancelledError):
-                error.add_note(f"while awaiting {self}, which continues{plight([self])[0]}")
-                if (note := current_deadline.get()) is not None:
-                    note(self)
-            self._remove_waiter(waiter)
-            raise
-        self._consumed = True
-        self._remove_waiter(waiter)
 
     def _add_waiter(self, waiter: Waiter) -> None:
         """Call `waiter.wake` on the loop when this handle is done or late (loop's thread)."""
@@ -166,7 +180,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def cancelled(self) -> bool:
         """Return True if `cancel()` has withdrawn the operation."""
-        return self._status is Status.CANCELLED
+        return self._status is HandleStatus.CANCELLED
 
     def result(self) -> T:
         """Return the result of a finished operation.
@@ -197,14 +211,14 @@ class Handle(_core.Handle, Generic[T]):
         if self._is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
-        if self._status is Status.CANCELLED:
+        if self._status is HandleStatus.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
         return error_of(self)
 
     def _outcome(self) -> T:
         if self._status is RETURNED:
             return self._value  # type: ignore[no-any-return]
-        if self._status is Status.CANCELLED:
+        if self._status is HandleStatus.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
         # Each raise starts from the original traceback, which would otherwise grow with every awaiter.
         raise self._value.with_traceback(self._traceback)
@@ -373,7 +387,7 @@ class Handle(_core.Handle, Generic[T]):
 
     # --- settling: for `Operation` ----------------------------------------------------------------------------
 
-    def _settle(self, status: Status, value: Any) -> bool:  # noqa: ANN401
+    def _settle(self, status: HandleStatus, value: Any) -> bool:  # noqa: ANN401
         """End the operation. Return False, without a change, if the operation has ended already.
 
         One of several threads ends the operation. CPython switches threads at calls and backward jumps only, so no
@@ -426,7 +440,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def _dropped(self) -> None:
         """Report an outcome that no code retrieved, as the finalizer of a finished or posted handle."""
-        error = self._value if self._status is Status.RAISED else None
+        error = self._value if self._status is HandleStatus.RAISED else None
         account = self._account or Account(self._progress.loop, prompt=True)
         in_place = self._writes and not isinstance(self._value, (int, float))
         if error is None and self._given_up and (self._value is None or in_place):

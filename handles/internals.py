@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aiodist.handles.handle import Handle
-from aiodist.handles.state import Fence, Status, Waiter, details, error_of, late_ranks, plight, unfinished
+from aiodist.handles.state import HandleFence, HandleStatus, Waiter, details, error_of, late_ranks, plight, unfinished
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -44,9 +44,9 @@ def is_pending(handle: Handle[Any]) -> bool:
     return handle._is_pending
 
 
-def fence_of(handle: Handle[Any]) -> Fence | None:
+def fence_of(handle: Handle[Any]) -> HandleFence | None:
     """Return the fence of a pending `handle`, or None if the operation is done or has no place on a device."""
-    fence: Fence | None = handle._fence
+    fence: HandleFence | None = handle._fence
     return fence
 
 
@@ -72,9 +72,9 @@ def reject_pending(handle: Handle[Any], error: BaseException) -> bool:
 
     For an operation that the compiled core may end meanwhile, in another thread.
     """
-    if handle._status is Status.PENDING:
+    if handle._status is HandleStatus.PENDING:
         handle._traceback = error.__traceback__
-    return handle._settle(Status.RAISED, error)
+    return handle._settle(HandleStatus.RAISED, error)
 
 
 # --- waiting -------------------------------------------------------------------------------------------------

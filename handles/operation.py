@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from aiodist.handles.handle import Handle, finish
 from aiodist.handles.internals import reject_pending
-from aiodist.handles.state import Fence, Status
+from aiodist.handles.state import HandleFence, HandleStatus
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
 from aiodist.types import check_timeout
 
@@ -71,7 +71,7 @@ class Operation(Generic[T]):
 
     def resolve(self, value: T) -> None:
         """End the operation with the result `value`. Raise `InvalidStateError` if the operation has ended already."""
-        if not self.handle._settle(Status.RETURNED, value):
+        if not self.handle._settle(HandleStatus.RETURNED, value):
             raise self._ended()
 
     def reject(self, error: BaseException) -> None:
@@ -84,7 +84,7 @@ class Operation(Generic[T]):
 
         Raise `InvalidStateError` if the operation has ended already.
         """
-        if not self.handle._settle(Status.CANCELLED, None):
+        if not self.handle._settle(HandleStatus.CANCELLED, None):
             raise self._ended()
 
     def _ended(self) -> asyncio.InvalidStateError:
@@ -136,7 +136,7 @@ class Operation(Generic[T]):
         """Keep `objects` alive until the operation has ended. Release the objects of an earlier call."""
         self.handle._keep = objects
 
-    def set_fence(self, fence: Fence) -> None:
+    def set_fence(self, fence: HandleFence) -> None:
         """Let `fence` order streams of a device after the operation."""
         self.handle._fence = fence
 
@@ -160,10 +160,6 @@ class Operation(Generic[T]):
     def set_version(self, version: int | None) -> None:
         """Record the version that was read from a parameter server."""
         self.handle._version = version
-
-    def set_in_place(self, in_place: bool) -> None:
-        """Record if the result is in the caller's memory. Dropping the handle then loses nothing."""
-        self.handle._writes = in_place
 
     def mark_retrieved(self) -> None:
         """Report nothing when the handle is dropped, as if the outcome had been retrieved."""

@@ -122,7 +122,7 @@ class Poller(Protocol):
         """True if the library rings the doorbell of `Alarm.sleep_at` when a request may have progressed."""
 
 
-class Pace(Enum):
+class LoopPace(Enum):
     """The thread that polls the pending work of a loop.
 
     | from | to | thread | when |
@@ -140,7 +140,7 @@ class Pace(Enum):
     PARKED = "the progress thread polls"
 
 
-_IDLE, _POLLING, _PARKED = Pace.IDLE, Pace.POLLING, Pace.PARKED
+_IDLE, _POLLING, _PARKED = LoopPace.IDLE, LoopPace.POLLING, LoopPace.PARKED
 
 
 class LoopWork(_core.Pacer):
@@ -262,11 +262,11 @@ class LoopWork(_core.Pacer):
         self.held.add(self)  # the thread with the new work may have added the object before the removal
         return False
 
-    def _set_pace(self, pace: Pace) -> None:
+    def _set_pace(self, pace: LoopPace) -> None:
         with self._lock:
             self.pace = pace
 
-    def _change_pace(self, before: Pace, after: Pace) -> None:
+    def _change_pace(self, before: LoopPace, after: LoopPace) -> None:
         """Change the pace, unless another thread has changed the pace from `before`."""
         with self._lock:
             if self.pace is before:
@@ -422,7 +422,7 @@ class LoopWork(_core.Pacer):
 
     def on_loop(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call `fn` now on the loop's thread, or let the loop call `fn` on another thread."""
-        if self.owns_thread():
+        if threading.get_ident() == self.thread_id:
             fn(*args)
         else:
             self.post(fn, *args)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from aiodist.handles.handle import Handle
 from aiodist.handles.operation import Operation
-from aiodist.handles.state import Status, Waiter, error_of
+from aiodist.handles.state import HandleStatus, Waiter, error_of
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -69,9 +69,9 @@ class Posted(Handle[T]):
 
     # --- waiting, as in `Handle` ------------------------------------------------------------------------------
 
-    def _suspend(self) -> Generator[Any, None, None]:
+    def _suspended(self) -> Generator[Any, None, T]:
         self._attend()
-        yield from super()._suspend()
+        return (yield from super()._suspended())
 
     def _attend(self) -> None:
         if self._owner.paused:
@@ -158,11 +158,15 @@ class PostedOperation(Operation[T]):
     handle: Posted[T]
     handle_type: ClassVar[type[Handle[Any]]] = Posted
 
-    def set_owner(self, owner: Stoppable) -> None:
-        """Let `owner` pause and continue the operation. Called once, before the handle is returned."""
-        self.handle._owner = owner
-        self.handle._threads = 0
-        self.handle._posted = True
+    def set_owner(self, owner: Stoppable, canceller: Callable[[], bool] | None = None) -> None:
+        """Let `owner` pause and continue the operation. Called once, before the handle is returned.
+
+        `canceller` is as in `set_canceller`.
+        """
+        handle = self.handle
+        handle._owner, handle._canceller = owner, canceller
+        handle._threads = 0
+        handle._posted = True
 
     @property
     def attended(self) -> bool:
@@ -177,7 +181,7 @@ class PostedOperation(Operation[T]):
     @property
     def succeeded(self) -> bool:
         """True if the operation has ended with a result."""
-        return self.handle._status is Status.RETURNED
+        return self.handle._status is HandleStatus.RETURNED
 
     @property
     def retrieved(self) -> bool:
@@ -187,7 +191,7 @@ class PostedOperation(Operation[T]):
     def revoke(self) -> None:
         """Make an operation that has ended with a result pending again. No code has seen the result."""
         handle = self.handle
-        handle._status, handle._value = Status.PENDING, None
+        handle._status, handle._value = HandleStatus.PENDING, None
         handle._source = handle._tag = None
         handle._consumed = False
 

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from aiodist import _core
 from aiodist.handles.forks import part
 from aiodist.handles.gil import Hurry
-from aiodist.handles.polling import LoopWork, Pace, Poller, alarm, transport_lock
+from aiodist.handles.polling import LoopPace, LoopWork, Poller, alarm, transport_lock
 from aiodist.handles.progress_thread import progress_thread
 from aiodist.handles.timers import Quiet, Timers
 from aiodist.handles.tracing import tracing
@@ -36,7 +36,7 @@ LARGE_BYTES = 1 << 22
 _POLL_SECONDS = 300e-6  # time of polling after the last progress, before the loop parks
 _PATIENCE_SECONDS = 50e-6  # longest wait of the loop for the lock, without the GIL, which the holder may need
 _FORKED_SECONDS = 0.02  # period in which the loop of a forked child looks for calls of its threads
-_POLLING, _PARKED, _IDLE = Pace.POLLING, Pace.PARKED, Pace.IDLE
+_POLLING, _PARKED, _IDLE = LoopPace.POLLING, LoopPace.PARKED, LoopPace.IDLE
 
 
 class Driven(Protocol):

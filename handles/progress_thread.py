@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Final
 from weakref import ref
 
-from aiodist.handles.polling import LoopWork, Pace, alarm, transport_lock
+from aiodist.handles.polling import LoopPace, LoopWork, alarm, transport_lock
 from aiodist.threads import OwnThread
 
 _TICK_SECONDS = 1e-3  # period in which the thread checks that the loops still poll
@@ -99,7 +99,7 @@ class ProgressThread:
             self._idle_since = now
         if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
             self._busy_since = now
-        left_to_us = any(work.pace is Pace.PARKED or work.large for work in due)
+        left_to_us = any(work.pace is LoopPace.PARKED or work.large for work in due)
         if completed and left_to_us:
             return 0.0, True  # more may have ended
         vain = now - self._busy_since
@@ -115,7 +115,7 @@ class ProgressThread:
 
     def _is_due(self, work: LoopWork) -> bool:
         """Return True if the loop leaves work to this thread or has not polled since the last look."""
-        if work.pace is Pace.PARKED or work.large or work.threads_waiting:
+        if work.pace is LoopPace.PARKED or work.large or work.threads_waiting:
             return True
         return self._seen.get(id(work)) == work.polls
 

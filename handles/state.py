@@ -18,7 +18,7 @@ from aiodist.handles.account import Account
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 
 
-class Status(Enum):
+class HandleStatus(Enum):
     """PENDING is followed by exactly one of the other states. Only `PostedOperation.revoke` returns to PENDING."""
 
     PENDING = "pending"
@@ -27,21 +27,21 @@ class Status(Enum):
     CANCELLED = "cancelled"
 
 
-RETURNED: Final = Status.RETURNED
-"""`Status.RETURNED`, as a global for speed, since each outcome is compared with this state."""
-_core.set_statuses(Status.PENDING, RETURNED)
+RETURNED: Final = HandleStatus.RETURNED
+"""`HandleStatus.RETURNED`, as a global for speed, since each outcome is compared with this state."""
+_core.set_statuses(HandleStatus.PENDING, RETURNED)
 
 
 def unfinished(handle: _core.Handle) -> list[_core.Handle]:
     """Return the pending parts of a pending `handle`, or the handle itself if no part is pending."""
-    if handle._status is not Status.PENDING:
+    if handle._status is not HandleStatus.PENDING:
         return []
     return [one for part in handle._parts or () for one in unfinished(part)] or [handle]
 
 
 def late_ranks(handle: _core.Handle) -> dict[int, str]:
     """Return the ranks that this pending operation is known to wait for, each with its place in the program."""
-    if handle._status is not Status.PENDING:
+    if handle._status is not HandleStatus.PENDING:
         return {}
     if handle._parts is not None:
         return {rank: line for part in handle._parts for rank, line in late_ranks(part).items()}
@@ -54,7 +54,7 @@ def late_ranks(handle: _core.Handle) -> dict[int, str]:
 def details(handle: _core.Handle) -> str:
     """Return other reasons why this pending operation has not finished, or "" if there are none."""
     account: Account | None = handle._account
-    if account is None or account.details is None or handle._status is not Status.PENDING:
+    if account is None or account.details is None or handle._status is not HandleStatus.PENDING:
         return ""
     return account.details(handle)
 
@@ -83,9 +83,9 @@ def error_of(handle: _core.Handle) -> BaseException | None:
     handle._consumed = True
     if handle._status is RETURNED:
         return None
-    if handle._status is Status.CANCELLED:
+    if handle._status is HandleStatus.CANCELLED:
         return asyncio.CancelledError(f"{handle} was withdrawn")
-    error: BaseException | None = handle._value if handle._status is Status.RAISED else None
+    error: BaseException | None = handle._value if handle._status is HandleStatus.RAISED else None
     return error
 
 
@@ -104,7 +104,7 @@ current_deadline: ContextVar[Note | None] = ContextVar("aiodist_deadline", defau
 """Callback of the innermost `aiodist.timeout` around the running code, called with the handle of a cancelled await."""
 
 
-class Fence(Protocol):
+class HandleFence(Protocol):
     """The place on a device at which an operation ends."""
 
     def order(self, stream: Any, handle: Any, /) -> None:  # noqa: ANN401
@@ -119,24 +119,6 @@ class Waiter(Protocol):
 
     def wake(self, handle: Any, late: OperationTimeout | None, /) -> None:  # noqa: ANN401
         """Called on the loop when `handle` is done, or, with the error `late`, when its deadline has passed."""
-
-
-class FutureWaiter:
-    """One suspended `await` with a separate future, so that a cancellation leaves the handle pending."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, future: asyncio.Future[None]) -> None:
-        self.future = future
-
-    def wake(self, handle: object, late: OperationTimeout | None, /) -> None:
-        """See `Waiter`."""
-        if self.future.done():
-            return
-        if late is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(late)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorError, DeadlockError, PeerError
 from aiodist.handles import Handle, internals
-from aiodist.handles.state import FutureWaiter
+from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.bucket_plan import Sizes
 from aiodist.nn.buckets import Bucket, Slot, row_parameters
 from aiodist.nn.compression import Compression

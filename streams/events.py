@@ -182,7 +182,7 @@ class Fence:
             self._waiter.set()
 
     def look(self) -> bool:
-        """See `aiodist.handles.Fence`."""
+        """See `aiodist.handles.HandleFence`."""
         event = self._event
         try:
             return event is not None and event.query() and Events.of(self._progress).look()
@@ -190,7 +190,7 @@ class Fence:
             return False
 
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
-        """See `aiodist.handles.Fence`."""
+        """See `aiodist.handles.HandleFence`."""
         check_not_capturing(self._device.index)
         if isinstance(stream, HostStream):  # the host waits there
             stream.wait_handle(handle)

@@ -70,7 +70,7 @@ def plain() -> bool:
         and not _any_autocast()
         and not _functions()
         and _deeper() + _back() == 1
-        and _place() is None
+        and (not torch.cuda.is_initialized() or _place() is None)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from asyncio import AbstractEventLoop, _get_running_loop
+from asyncio import _get_running_loop
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from ctypes import memmove
@@ -41,8 +41,8 @@ class LocalHub:
         """The messages and receives of each rank that have not met."""
         self._ready: deque[tuple[LocalMessage, TransportReceive]] = deque()
         self._draining = False
-        self.loop: AbstractEventLoop | None = None
-        """The loop of all ranks, for deliveries that the progress thread starts."""
+        self.progress: Progress | None = None
+        """The progress of the loop of all ranks, which starts the drawn deliveries."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Deliver `message` to the first matching receive, or keep the message."""
@@ -67,10 +67,11 @@ class LocalHub:
         """Copy the bytes of `message`, now or after those of earlier deliveries."""
         self._ready.append((message, receive))
         if self._random is not None:
-            loop = _get_running_loop() or self.loop
-            assert loop is not None
+            progress = self.progress
+            assert progress is not None
+            loop = progress.loop
             schedule = loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe
-            schedule(lambda: Progress.current().start(self._copy_next))
+            schedule(lambda: progress.start(self._copy_next))
         elif not self._draining:
             # A queue, since each completion starts the next transfer: nested calls would become too deep.
             self._draining = True
@@ -92,13 +93,8 @@ class LocalHub:
         if nbytes > room:
             error = BackendError(f"a message of {nbytes} bytes met a receive of {room}")
         else:
-            copy(receive.into, message.data)
+            memmove(receive.into.data_ptr(), message.data.data_ptr(), nbytes)
         tell([(message.done, None), (receive.done, error)])
-
-
-def copy(into: Tensor, t: Tensor) -> None:
-    """Copy the bytes of `t` to the front of `into`."""
-    memmove(into.data_ptr(), t.data_ptr(), t.nbytes)
 
 
 def _gone(rank: int, comm: str) -> BackendError:

@@ -140,14 +140,18 @@ class Matching(Generic[R, M]):
 def _take(table: dict[int, list[T]], tags: Sequence[int], src: int, kind: int) -> T | None:
     """Remove and return the first entry with this source, kind and one of these tags. `ANY` on either side fits."""
     found: T | None = None
+    at = 0
     for tag in tags:
-        for one in table.get(tag, ()):
+        for i, one in enumerate(table.get(tag, ())):
             if (one.src == src or ANY in (one.src, src)) and (one.kind == kind or ANY in (one.kind, kind)):
                 if found is None or one.order < found.order:
-                    found = one
+                    found, at = one, i
                 break
     if found is not None:
-        _remove(table, found)
+        waiting = table[found.tag]
+        del waiting[at]
+        if not waiting:
+            del table[found.tag]
     return found
 
 

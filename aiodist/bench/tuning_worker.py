@@ -17,7 +17,7 @@ from aiodist.bench.plan import Plan, carry_out
 from aiodist.bench.session import Session
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.bench.tuning import Tuning
-from aiodist.collectives.choice.availability import State
+from aiodist.collectives.choice.availability import OfferState
 from aiodist.collectives.choice.table import RangeEdit, bytes_text
 from aiodist.collectives.choice.tablefile import conditions, render, tuned_path, write
 from aiodist.communicator import parts_of
@@ -74,7 +74,7 @@ async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int
     known = [
         offer.impl
         for offer in coll.availability()
-        if (offer.operation, offer.device, offer.state) == (operation, "cpu", State.AVAILABLE)
+        if (offer.operation, offer.device, offer.state) == (operation, "cpu", OfferState.AVAILABLE)
         and not (operation == "allgather" and offer.impl == coll.backend)  # two steps, which no library carries
     ]
     first = await seconds_of(known, Pace(min(repeat, 5), 4 if made.t.nbytes < _SHORT_BYTES else 1, warmups=2), min)

@@ -120,10 +120,6 @@ class Traffic:
 
         transport.irecv(room, src, tag, copy_out)
 
-    def decided(self, error: BaseException | None) -> None:
-        """Note that the comparison has ended, with `error` or None."""
-        self.comparison, self.difference, self.rooms = None, error, None
-
     async def agreed(self) -> None:
         """Return when all ranks have issued this operation, or raise the error of the comparison."""
         if self.comparison is not None:

@@ -19,7 +19,7 @@ from aiodist.collectives.choice.availability import (
     ONE_FORM,
     Availability,
     Offer,
-    State,
+    OfferState,
     missing_library,
     state_of,
 )
@@ -232,7 +232,7 @@ class Repertoire:
         if isinstance(edit, LimitEdit) or (edit.key in self.table.rows and edit.hosts != self.hosts):
             return None
         offer = self.availability().of(edit.operation, edit.impl, edit.device)
-        return None if offer.state is State.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
+        return None if offer.state is OfferState.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
 
     def edited(self, edits: Sequence[Edit]) -> Repertoire:
         table = self.table
@@ -256,34 +256,37 @@ class Repertoire:
             ]
         )
 
-    def _state(self, operation: str, impl: str, device: str) -> tuple[State, str]:
+    def _state(self, operation: str, impl: str, device: str) -> tuple[OfferState, str]:
         found = self._known[device].get(impl)
         if found is None:
             return self._missing(impl, device)
         if (only := ONE_FORM.get(operation)) is not None:
             exchanges = found is self.exchanger and operation in EXCHANGES
             has_it = impl == only or exchanges
-            return (State.AVAILABLE, "") if has_it else (State.NOT_IMPLEMENTED, "it has one form")
+            return (OfferState.AVAILABLE, "") if has_it else (OfferState.NOT_IMPLEMENTED, "it has one form")
         example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in REDUCTIONS else None, 1, device)
         if (lacking := found.lacks(example)) is not None:
-            return State.NOT_IMPLEMENTED, "there is no such schedule of it" if impl in _SCHEDULES else lacking
+            return OfferState.NOT_IMPLEMENTED, "there is no such schedule of it" if impl in _SCHEDULES else lacking
         if operation == "allgather" and found.in_order:
-            return State.AVAILABLE, "for the sizes, which are sent first; the next best one gathers the data"
-        return State.AVAILABLE, ""
+            return OfferState.AVAILABLE, "for the sizes, which are sent first; the next best one gathers the data"
+        return OfferState.AVAILABLE, ""
 
-    def _missing(self, impl: str, device: str = "cpu") -> tuple[State, str]:
+    def _missing(self, impl: str, device: str = "cpu") -> tuple[OfferState, str]:
         if device == "cuda":
             if isinstance(self._cuda, str):
-                return State.NOT_HERE, self._cuda
+                return OfferState.NOT_HERE, self._cuda
             if (why := self._missing_on_cuda.get(impl)) is not None:
                 return state_of(why), why
             if impl in ("shm", "mpi", "gloo"):
-                return State.NOT_HERE, f"tensors on a device are staged through the host: staged, which may use {impl}"
+                return (
+                    OfferState.NOT_HERE,
+                    f"tensors on a device are staged through the host: staged, which may use {impl}",
+                )
         if impl == "shm":
-            return State.NOT_HERE, self._why_no_memory()
+            return OfferState.NOT_HERE, self._why_no_memory()
         if impl in ("hierarchical", "leaders"):
             alike = "the hosts have different numbers of ranks: leaders" if len(self._hosts) > 1 else ""
-            return State.NOT_HERE, alike or "all ranks are on one host"
+            return OfferState.NOT_HERE, alike or "all ranks are on one host"
         return missing_library(impl, self._transport.name)
 
     def _why_no_memory(self) -> str:

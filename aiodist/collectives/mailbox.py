@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from ctypes import string_at
+from ctypes import memmove, string_at
 
 import torch
 from torch import Tensor
 
+from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done, Transport, ignore, ours, tell
 from aiodist.backends.header import Header
 from aiodist.backends.matching import Matching
@@ -33,7 +34,7 @@ from aiodist.collectives.messages import (
     Unpacked,
 )
 from aiodist.collectives.metadata import pack_meta, unpack_meta
-from aiodist.handles.kernel import Transfer, resume, run, together, transfer, transfers
+from aiodist.handles.kernel import Transfer, resume, run, transfer, transfers
 from aiodist.streams.memory import bytes_of
 from aiodist.types import ANY
 
@@ -95,16 +96,11 @@ class Mailbox:
 
     # --- sending ------------------------------------------------------------------------------------------------
 
-    async def send(
-        self, ts: Sequence[Tensor], dst: int, tag: int, kind: int, line: object, *, synchronous: bool = False
-    ) -> None:
-        """Send each of `ts` as a message. Return when the tensors may be reused.
+    async def send(self, t: Tensor, dst: int, tag: int, kind: int, line: object, *, synchronous: bool = False) -> None:
+        """Send `t` as a message. Return when `t` may be reused.
 
-        `line` is the line of the call. A synchronous send returns after a receive has matched each message.
+        `line` is the line of the call. A synchronous send returns after a receive has matched the message.
         """
-        await together(*[self._send(t, dst, tag, kind, line, synchronous) for t in ts])
-
-    async def _send(self, t: Tensor, dst: int, tag: int, kind: int, line: object, synchronous: bool) -> None:
         self._number = number = self._number % _DATA_TAGS + 1
         self.lines[number] = line
         if len(self.lines) > _MOST_LINES:
@@ -340,8 +336,12 @@ class Mailbox:
             await transfer(message.waiting.append)
         if message.error is not None:
             raise message.error
-        if message.data is not None:
-            message.fill(into)
+        data = message.data
+        if isinstance(data, bytes):
+            memmove(into.data_ptr(), data, len(data))
+            return
+        if data is not None:
+            copy(bytes_of(into)[: message.nbytes], data)
             return
         pieces = [bytes_of(into)[: message.nbytes]]
         if message.place == DataPlace.PIECES:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import memmove
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
 
-from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done, dtype_name, tell
 from aiodist.backends.header import HEADER_BYTES, Header
 from aiodist.backends.matching import PostedReceive, UnexpectedMessage
@@ -166,11 +164,3 @@ class MailboxMessage(UnexpectedMessage):
         self.error = error
         waiting, self.waiting = self.waiting, []
         tell((done, None) for done in waiting)
-
-    def fill(self, into: Tensor) -> None:
-        """Copy the bytes, which this rank has, to the front of `into`."""
-        assert self.data is not None
-        if isinstance(self.data, bytes):
-            memmove(into.data_ptr(), self.data, len(self.data))
-        else:
-            copy(bytes_of(into)[: self.nbytes], self.data)

@@ -41,6 +41,7 @@ class Scheduled(Implementation):
         self.chunks = chunks
         self._limits = limits
         self._kept: dict[tuple[object, ...], Schedule] = {}
+        """Cached schedules, by the arguments of `_plan`."""
 
     def lacks(self, wanted: Wanted) -> str | None:
         """Return the reason why there is no such schedule of the operation, or None."""
@@ -80,7 +81,10 @@ class Scheduled(Implementation):
             tensors, args = [o.t, o.out], [tuple(o.counts), tuple(o.received)]
         else:
             args = [o.t.numel(), *([o.root] if o.kind in ("broadcast", "reduce") else [])]
-        schedule = self._schedule(o.kind, tensors[0].nbytes, whole, (ep.rank, ep.size, *args))
+        key = (o.kind, tensors[0].nbytes, whole, ep.rank, ep.size, *args)
+        schedule = self._kept.get(key)
+        if schedule is None:
+            schedule = self._plan(*key)
         parts: list[tuple[int, int, Tensor]] = []
         end = 0
         for t in tensors:
@@ -90,16 +94,12 @@ class Scheduled(Implementation):
             parts.append((end, schedule.room, o.t.new_empty(schedule.room - end)))
         return _Work(schedule, parts, o.op, block)
 
-    def _schedule(self, operation: str, nbytes: int, whole: bool, args: tuple[Any, ...]) -> Schedule:
+    def _plan(self, operation: str, nbytes: int, whole: bool, *args: Any) -> Schedule:  # noqa: ANN401
         """Return the schedule of an operation. Schedules for few ranks and short tensors are cached.
 
         `args` are the rank, the number of ranks, the numbers of elements (a tuple for blocks), and the root if there is
         one.
         """
-        key = (operation, nbytes, whole, *args)
-        schedule = self._kept.get(key)
-        if schedule is not None:
-            return schedule
         algorithm = SCHEDULES[operation][self.name]
         chunks = {}
         if algorithm.chunked:
@@ -110,7 +110,7 @@ class Scheduled(Implementation):
             schedule = Schedule(schedule.room, tuple(partial(iter, tuple(lane())) for lane in schedule.lanes))
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
-            self._kept[key] = schedule
+            self._kept[operation, nbytes, whole, *args] = schedule
         return schedule
 
 

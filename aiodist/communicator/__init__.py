@@ -17,12 +17,22 @@ from aiodist.communicator.base import parts_of, upkeep_of
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.elsewhere import Elsewheres, shown
 from aiodist.communicator.group import CommunicatorStatistics
-from aiodist.communicator.levels import Asked, Form, Group, Levels, agree, checked_form, checked_key, forms_of, keys_of
+from aiodist.communicator.levels import (
+    Asked,
+    Form,
+    Group,
+    Levels,
+    checked_form,
+    checked_key,
+    forms_of,
+    keys_of,
+    splits_of,
+)
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.objects import Objects
 from aiodist.communicator.reductions import Reductions
 from aiodist.communicator.registry import Registry
-from aiodist.communicator.shared import SharedMemory
+from aiodist.communicator.shared import SharedMemoryCalls
 from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle, Origin
 from aiodist.handles.calls import located
@@ -33,7 +43,7 @@ __all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "part
 T = TypeVar("T")
 
 
-class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
+class Communicator(SharedMemoryCalls, Reductions, Movement, Objects, Elsewheres):
     """A group of ranks that communicate. Get the first one from `aiodist.init`, `aiodist.open` or `aiodist.start`.
 
     | call | returns | writes |
@@ -360,7 +370,7 @@ class Hierarchy(Sequence[Level]):
         asked = Asked(f"span({low}, {high})", self._name, keys_of(self._groups), forms_of(self._groups))
 
         async def join(name: str, table: list[Asked]) -> Communicator:
-            agree(comm.name, table)
+            splits_of(comm.name, table)
             registry: Registry[Communicator] = parts_of(comm).registry
             return await registry.join(comm, name, self._groups.group(low), shared=True, levels=spanned)
 
@@ -408,7 +418,7 @@ async def root_levels(world: Communicator, make: Callable[[Communicator], Hierar
         raise TypeError(f"levels= returned {seen}: expected the result of coll.hierarchy(...) for its argument coll")
     levels = built.levels
     asked = Asked("init(levels=)", built.name, keys_of(levels), forms_of(levels))
-    agree(world.name, await world.allgather_object(asked))
+    splits_of(world.name, await world.allgather_object(asked))
     upkeep_of(world).set_levels(levels.below(world.topology.host_of), None)
 
 
@@ -416,7 +426,7 @@ def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]
     origin = Origin.here()
 
     async def join(name: str, table: list[Asked]) -> Hierarchy:
-        groups = Levels(comm.size, comm.rank, agree(comm.name, table))
+        groups = Levels(comm.size, comm.rank, splits_of(comm.name, table))
         # All ranks make these communicators in the same order. The groups of one level are disjoint.
         levels = [await _level(comm, name, groups, number) for number in range(groups.depth + 1)]
         if comm.rank == 0 and (fallen := groups.fallen(since)):

@@ -18,13 +18,13 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 from aiodist.backends.base import Primitive, Transport, again, ignore, tag_of
 from aiodist.backends.shm import ShmLane
-from aiodist.collectives.endpoint import LANE_TAGS, Differ, Endpoint
+from aiodist.collectives.endpoint import LANE_TAGS, Differ
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.operation import CommunicatorOperation, Event, When
 from aiodist.errors import MismatchError
@@ -58,45 +58,49 @@ class Dissemination:
     _broken: Callable[[BaseException], None]
     """Callback for an error of its messages."""
 
+    @cached_property
+    def _neighbours(self) -> list[tuple[int, int]]:
+        """For each step, the rank to receive from and the rank to send to, in the transport."""
+        rank, size = self._ranks.index(self._transport.rank), len(self._ranks)
+        distances = [1 << step for step in range((size - 1).bit_length())]
+        return [(self._ranks[(rank - d) % size], self._ranks[(rank + d) % size]) for d in distances]
+
     def compare(self, tag: int, signature: int, *, differs: bool = False) -> Comparison:
         """Start to compare the operation with this `tag` (transport lock held).
 
         `differs` is True if ranks of this host are known to differ.
         """
         comparison = Comparison(differs=differs)
-        ep = Endpoint(self._transport, tag + _LANE, ranks=self._ranks)
-        run(_disseminate(ep, signature, comparison), partial(self._ended, comparison))
+        run(self._disseminate(tag + _LANE, signature, comparison), partial(self._ended, comparison))
         return comparison
+
+    async def _disseminate(self, tag: int, signature: int, comparison: Comparison) -> None:
+        """Run a dissemination barrier whose messages carry the signature.
+
+        In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo the number of ranks. A rank that
+        has received a different signature reports the difference in all its later messages. Source: Hensgen, Finkel,
+        Manber 1988, Two algorithms for barrier synchronization.
+        """
+        transport = self._transport
+        for before, after in self._neighbours:
+            if comparison.differs:
+                comparison.known.set()
+            sent = torch.frombuffer(bytearray(_FRAME.pack(signature, comparison.differs)), dtype=torch.uint8)
+            frame = bytearray(_FRAME.size)
+            received = torch.frombuffer(frame, dtype=torch.uint8)  # on the host, whatever the default device is
+            await transfers([(transport.irecv, received, before, tag), (transport.isend, sent, after, tag)])
+            other, differs = _FRAME.unpack(frame)
+            if other != signature:
+                both = merged(signature, other)
+                differs, signature = (True, signature) if both is None else (differs, both)
+            comparison.differs = comparison.differs or differs
+        comparison.known.set()
 
     def _ended(self, comparison: Comparison, _: object, error: BaseException | None) -> None:
         if error is None:
             comparison.ended.set()
         else:
             self._broken(error)
-
-
-async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> None:
-    """Run a dissemination barrier whose messages carry the signature.
-
-    In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo the number of ranks. A rank that has
-    received a different signature reports the difference in all its later messages. Source: Hensgen, Finkel, Manber
-    1988, Two algorithms for barrier synchronization.
-    """
-    distance = 1
-    while distance < ep.size:
-        if comparison.differs:
-            comparison.known.set()
-        sent = torch.frombuffer(bytearray(_FRAME.pack(signature, comparison.differs)), dtype=torch.uint8)
-        frame = bytearray(_FRAME.size)
-        received = torch.frombuffer(frame, dtype=torch.uint8)  # on the host, also if the default device is another
-        before, after = (ep.rank - distance) % ep.size, (ep.rank + distance) % ep.size
-        await transfers([ep.recv(received, before), ep.send(sent, after)])
-        other, flag = _FRAME.unpack(frame)
-        both = merged(signature, other)
-        signature = signature if both is None else both
-        comparison.differs = comparison.differs or flag or both is None
-        distance *= 2
-    comparison.known.set()
 
 
 class Agreement:
@@ -144,6 +148,7 @@ class Agreement:
             self._continue(operation, differs=False)
         else:
             operation.compared = self._lane.compare(operation.signature, partial(self._host_compared, operation))
+            self._lane.call_ended()  # the last rank of the host need not wait for a poll
 
     def _host_compared(self, operation: CommunicatorOperation, error: BaseException | None) -> None:
         """Continue after the comparison within this host, in the progress thread if the operation is large."""

@@ -18,7 +18,7 @@ from aiodist.types import ANY
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-class Terms(NamedTuple):
+class CallTerms(NamedTuple):
     """Arguments that all collectives have."""
 
     timeout: float | None = None
@@ -50,12 +50,8 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
             f"{name} is a view that torch {'negates' if t.is_neg() else 'conjugates'} as it reads its memory: expected "
             "plain memory, see .resolve_conj() and .resolve_neg()"
         )
-    if t.numel():
-        _check_memory(t, name)
-    return t
-
-
-def _check_memory(t: Tensor, name: str) -> None:
+    if not t.numel():
+        return t
     storage, needed = t.untyped_storage(), (t.storage_offset() + t.numel()) * t.itemsize
     if (present := storage.nbytes()) < needed:
         raise ValueError(f"{name} of shape {list(t.shape)} has {present} bytes of memory: expected {needed}")
@@ -65,6 +61,7 @@ def _check_memory(t: Tensor, name: str) -> None:
             f"{name} is a {type(t).__name__} without memory of its own: expected plain memory, as .to_local() of a "
             "DTensor is"
         )
+    return t
 
 
 def check_list(ts: object, count: int | None, name: str = "ts") -> list[Tensor]:

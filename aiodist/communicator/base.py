@@ -19,7 +19,7 @@ from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.operations import Work, alike_lists, each, nothing
-from aiodist.communicator.arguments import Terms, check_across, check_name
+from aiodist.communicator.arguments import CallTerms, check_across, check_name
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint
@@ -134,7 +134,7 @@ class Base(Group):
         work: Callable[[Primitives], Program[Any]],
         claims: Sequence[Claim],
         ts: Sequence[Tensor],
-        terms: Terms,
+        terms: CallTerms,
         convert: Callable[[Any], Any] | None = None,
         *,
         outs: Sequence[Tensor | None] = (),
@@ -182,7 +182,7 @@ class Base(Group):
                 self._dispatcher.progress.try_poll()  # so that the device begins before the next call of this thread
         return handle
 
-    def _named(self, terms: Terms) -> Named:
+    def _named(self, terms: CallTerms) -> Named:
         """Return the next use of the name, or raise if the communicator refuses calls or `impl` takes no name."""
         self._dispatcher.check_usable()
         self._repertoire.check_named(terms.impl)
@@ -196,7 +196,7 @@ class Base(Group):
         ts: list[Tensor],
         make: Callable[[Primitives], Program[Any]],
         claims: Sequence[Claim],
-        terms: Terms,
+        terms: CallTerms,
         *,
         empty: object,
     ) -> Handle[Any]:

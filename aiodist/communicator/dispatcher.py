@@ -24,7 +24,7 @@ from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issued import Issued
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.lifetime import Lifetime
-from aiodist.communicator.names import Named, Names
+from aiodist.communicator.names import Named, NamedOperations
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Peer, Pending, Receive, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
@@ -93,7 +93,7 @@ class Dispatcher:
         place, progress, within = (name, transport.rank), self.progress, self.repertoire.within
         failures = self.failures = Failures(name, channel, ranks, transport, within)
         on_differ, broken = failures.differ, failures.break_off
-        self.names = Names(name, channel, self.ranks, transport, progress, on_differ=on_differ, broken=broken)
+        self.names = NamedOperations(name, channel, self.ranks, transport, progress, on_differ=on_differ, broken=broken)
         alone = partial(Agreement, progress, None, None, None, several=False, on_differ=on_differ)
         self.agreement = alone() if agree is None else agree(on_differ, broken)
         overruns = self.agreement.several and transport.capabilities().overruns
@@ -199,10 +199,15 @@ class Dispatcher:
         meets = operation.meets
         origin = self.oplog.caller or whence(3)
         number = meets.count if isinstance(meets, Named) else self.oplog.seq
-        kind = Handle if receive is None else Posted
-        handle: Handle[Any] = kind(self.progress, what.kind, number, nbytes, origin, self.account)
+        handle: Handle[Any]
+        if receive is None:
+            writes = True in [one.writes for one in operation.claims]
+            handle = Handle(self.progress, what.kind, number, nbytes, origin, self.account, writes)
+        else:
+            handle = Posted(self.progress, what.kind, number, nbytes, origin, self.account)
+            receive.own(handle, origin)
         operation.handle = handle
-        work = self._claim(operation, handle, what, make, receive, messages)
+        work = self._claim(operation, handle, what, make, receive, messages or self._observer is not None)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
         self._log(handle, meets, what, origin)
@@ -213,24 +218,10 @@ class Dispatcher:
                 self.watchdog.on_receive(handle, receive.peer.src)
             self.start(work_bytes, self.mailbox.receive, work)
         elif isinstance(meets, Peer):
-            self.start(work_bytes, self.settlement.run, operation, work)
+            self.start(work_bytes, self.settlement.begin, operation, work)
         else:
             self.start(work_bytes, self._begin, operation, work)
         return handle
-
-    def _sign(self, operation: CommunicatorOperation, what: Fingerprint, messages: bool) -> None:
-        """Set number and signature of a collective, and the record of its messages if `messages` is True."""
-        assert operation.handle is not None
-        if isinstance(use := operation.meets, Named):
-            operation.set_name(f"{what.kind} {use.name!r}")
-            operation.signature, operation.when, operation.traffic = what.word, When.ALL, use.traffic
-        else:
-            operation.number = number = operation.handle.seq
-            operation.signature = what.word ^ number
-            if messages and self.transport.size > 1:
-                operation.traffic = self.recent.enter(number)
-        if operation.traffic is not None:
-            operation.traffic.comparison = operation.agreed.wait
 
     def _claim(
         self,
@@ -241,15 +232,24 @@ class Dispatcher:
         receive: Receive | None,
         messages: bool,
     ) -> Any:  # noqa: ANN401
-        """Claim the bytes, make the work, and enter the operation in the table. Return the work."""
-        claims = operation.claims
-        if receive is not None:
-            receive.own(handle)
+        """Claim the bytes, sign a collective, make the work, and enter the operation in the table. Return the work.
+
+        `messages` is False if no record of the messages of a collective is needed.
+        """
+        claims, meets = operation.claims, operation.meets
         try:
             claim(claims, handle if receive is None else receive)
             try:
-                if not isinstance(operation.meets, Peer):
-                    self._sign(operation, what, messages or self._observer is not None)
+                if meets is True:
+                    operation.number = number = handle.seq
+                    operation.signature = what.word ^ number
+                    if messages and self.transport.size > 1:
+                        operation.traffic = self.recent.enter(number)
+                elif isinstance(meets, Named):
+                    operation.set_name(f"{what.kind} {meets.name!r}")
+                    operation.signature, operation.when, operation.traffic = what.word, When.ALL, meets.traffic
+                if operation.traffic is not None:
+                    operation.traffic.comparison = operation.agreed.wait
                 work = make(operation)
             except BaseException:
                 in_flight.release_all(claims)
@@ -260,7 +260,6 @@ class Dispatcher:
             raise
         note_write(claims)
         if receive is None:
-            operation.set_in_place(any(one.writes for one in claims))
             self.operations.add(operation)
         return work
 
@@ -282,7 +281,8 @@ class Dispatcher:
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
         """Run the work after the ranks have agreed on the operation. The transport lock is held."""
-        self.failures.join(operation)
+        if self.failures.failed:
+            self.failures.join(operation)
         operation.admitted.wait(partial(self.settlement.begin, operation, work))
         meeting = self.agreement if operation.meets is True else self.names
         meeting.enter(operation)

@@ -35,7 +35,7 @@ from aiodist.communicator.conversation import (
     Verdict,
 )
 from aiodist.communicator.issued import Issued
-from aiodist.communicator.names import Names
+from aiodist.communicator.names import NamedOperations
 from aiodist.communicator.operation import CommunicatorOperation, OperationState, When
 from aiodist.communicator.oplog import Latest
 from aiodist.communicator.settlement import Settlement
@@ -102,15 +102,15 @@ class Failures:
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
         """Held for each event of the conversations, and while this rank checks if it has issued a number."""
-        self._failures: Latest[_Failure] = Latest()
-        """Failed operations, by number."""
+        self.failed: Latest[_Failure] = Latest()
+        """Failed operations, by number. Never empty while `to_fail` has numbers."""
         self.aborting = False
         """True once a rank notifies the others of an abort. The reason of the abort precedes later verdicts."""
 
     def connect(
         self,
         issued: Issued,
-        names: Names,
+        names: NamedOperations,
         settlement: Settlement,
         abort_here: Callable[[AiodistError], None],
         abort_everywhere: Callable[[AiodistError], None],
@@ -123,7 +123,7 @@ class Failures:
     def close(self) -> None:
         """Receive no more statements (loop's thread)."""
         self._channel.unsubscribe(self._topic)
-        for number in list(self._failures):
+        for number in list(self.failed):
             self._stop_timer(number)
 
     # --- failures of this rank ------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Failures:
     def ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
         """Return True if `error` ends the operation now, or False if a conversation finds the cause."""
         number = operation.number
-        failure = self._failures.get(number)
+        failure = self.failed.get(number)
         if (failure is not None and failure.traffic is not None) or isinstance(error, (Differ, Stopped)):
             return False
         if isinstance(error, _FINAL) or len(self._ranks) == 1 or (number < 0 and not isinstance(error, BackendError)):
@@ -156,7 +156,7 @@ class Failures:
         if self.to_fail:
             with self._lock:  # the listener thread may look now if the operation is issued
                 self.to_fail.pop(number, None)
-        failure = self._failures.get(number)
+        failure = self.failed.get(number)
         if failure is None or failure.traffic is None:
             return False
         operation.decide(Differ(number))
@@ -219,9 +219,9 @@ class Failures:
     def _failure(self, number: int) -> _Failure:
         """Return the record of a failed number (any thread)."""
         with self._lock:
-            failure = self._failures.get(number)
+            failure = self.failed.get(number)
             if failure is None:
-                failure = self._failures[number] = _Failure()
+                failure = self.failed[number] = _Failure()
             return failure
 
     def _stop_steps(self, number: int, traffic: Traffic) -> None:

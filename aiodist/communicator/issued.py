@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiodist.backends.base import NAMED
 from aiodist.collectives.endpoint import Traffic
-from aiodist.communicator.names import Names
+from aiodist.communicator.names import NamedOperations
 from aiodist.communicator.operation import CommunicatorOperation, Pending
 from aiodist.communicator.oplog import OpLog
 from aiodist.handles import Handle
@@ -13,7 +13,7 @@ from aiodist.handles import Handle
 class Issued:
     """Record of the collectives and named operations of one communicator, by their numbers (any thread)."""
 
-    def __init__(self, oplog: OpLog, operations: Pending, recent: dict[int, Traffic], names: Names) -> None:
+    def __init__(self, oplog: OpLog, operations: Pending, recent: dict[int, Traffic], names: NamedOperations) -> None:
         """`recent` has the messages of the communicator's operations."""
         self._names = names
         self._oplog = oplog

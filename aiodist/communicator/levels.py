@@ -204,8 +204,8 @@ class Asked(NamedTuple):
         return f"{self.what}{f' of {self.of}' if self.of else ''} with {len(self.keys)} level(s) by {keys}{forms}"
 
 
-def agree(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
-    """Return the requested levels of all ranks, or raise `MismatchError` if they differ."""
+def splits_of(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
+    """Return the splits that all ranks request, or raise `MismatchError` if the requests differ."""
     first = table[0]
     if any(asked.differs(first) for asked in table):
         raise MismatchError(disagreement(f"the levels of {name!r}", list(map(str, table))))

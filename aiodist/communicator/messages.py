@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from aiodist.communicator.messenger import Receiving, Reception
 from aiodist.communicator.operation import CommunicatorOperation, Peer
 from aiodist.communicator.pickling import unpack
 from aiodist.handles import Handle, Operation, gather, in_flight, internals
-from aiodist.handles.kernel import Program, resume
+from aiodist.handles.kernel import Program, resume, together
 from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
 
@@ -127,9 +127,8 @@ class PointToPoint(Base):
     def _receive(self, into: Tensor | None, src: int, tag: int, timeout: float | None) -> tuple[Handle[Any], Receiving]:
         nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
         later = self._work_later() if into is None else None
-        asked = Reception(
-            Peer(src, None, tag), MessageKind.TENSOR, into, claims, self._work_for, into, later, nbytes=nbytes
-        )
+        work = None if into is not None and into.is_cpu else self._work_for
+        asked = Reception(Peer(src, None, tag), MessageKind.TENSOR, into, claims, work, into, later, nbytes=nbytes)
         return self._messenger.receive(_RECV, asked, timeout)
 
     def _receive_list(self, ts: list[Tensor], src: int, tag: int, timeout: float | None) -> Handle[list[Tensor]]:
@@ -159,12 +158,9 @@ class PointToPoint(Base):
 
     def _work_for(self, into: Tensor | None) -> list[DeviceWork]:
         """Return the work of a receive on the device of `into`, or of a message that may come from a device."""
-        return self._work_expected(None) if into is None else self._work_of([into])
-
-    def _work_of(self, ts: Sequence[Tensor]) -> list[DeviceWork]:
-        """Return the work of a message on the devices of `ts`."""
-        devices = dict.fromkeys(t.device for t in ts if not t.is_cpu)
-        return self._work_on(devices, None) if devices else []
+        if into is None:
+            return self._work_expected(None)
+        return [] if into.is_cpu else self._work_on([into.device], None)
 
     def sendrecv(
         self,
@@ -186,7 +182,7 @@ class PointToPoint(Base):
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [] if into is None else writing(into)
-        works = self._work_of([t])
+        works = self._work_for(t)
         like, peer, sent = t if into is None and t.is_cuda else into, Peer(src, dst, tag), reading(t)
         asked = Reception(peer, MessageKind.TENSOR, into, claims, self._work_for, like, nbytes=t.nbytes, sent=sent)
         try:
@@ -196,10 +192,10 @@ class PointToPoint(Base):
                 one.cancel()
             raise
         line = ("sendrecv", handle.seq, *internals.issued_at(handle))
-        send = on_devices(self._messenger.mailbox.send([t], dst, tag, MessageKind.TENSOR, line), works, [t])
+        send = on_devices(self._messenger.mailbox.send(t, dst, tag, MessageKind.TENSOR, line), works, [t])
         assert receiving.sending is not None
         program = _sent_half(receiving, send)
-        self._dispatcher.start(t.nbytes, self._dispatcher.settlement.run, receiving.sending, program)
+        self._dispatcher.start(t.nbytes, self._dispatcher.settlement.begin, receiving.sending, program)
         attach(handle, [*works, *receiving.works])
         return handle
 
@@ -240,7 +236,8 @@ class PointToPoint(Base):
         synchronous: bool,
     ) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
-        work = self._work_of(ts)
+        where = dict.fromkeys(t.device for t in ts if not t.is_cpu)
+        work = self._work_on(where, None) if where else []
         single = len(ts) == 1
         kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
         peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
@@ -248,7 +245,8 @@ class PointToPoint(Base):
         def make(operation: CommunicatorOperation) -> Program[None]:
             assert operation.handle is not None
             line = (what.kind, operation.handle.seq, *internals.issued_at(operation.handle))
-            send = self._dispatcher.mailbox.send(ts, dst, tag, kind, line, synchronous=synchronous)
+            sends = [self._dispatcher.mailbox.send(t, dst, tag, kind, line, synchronous=synchronous) for t in ts]
+            send: Program[Any] = sends[0] if single else together(*sends)
             return on_devices(send, work, ts) if work else send
 
         operation = CommunicatorOperation(claims=reading(*ts), meets=peer)

@@ -37,11 +37,13 @@ from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.operation import CommunicatorOperation, OperationState, Peer
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
-from aiodist.handles.origin import described
+from aiodist.handles.origin import Origin, described
 from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
 
 if TYPE_CHECKING:
+    from types import CodeType
+
     from torch import Tensor
 
     from aiodist.communicator.claims import Claim
@@ -170,19 +172,20 @@ class Receiving:
         self._unsent: BaseException | None = None
         """The error of the other half."""
 
-    def own(self, handle: Handle[Any]) -> None:
+    def own(self, handle: Handle[Any], origin: tuple[CodeType, int]) -> None:
         """See `Receive`."""
         assert isinstance(handle, Posted)
         self.ref = ref(handle, self._messenger.dropped)
         hash(self.ref)  # cached by Python: a dead reference cannot compute its hash
-        self._called = (handle.op, handle.seq, handle.origin)
+        self._called = (handle.op, handle.seq, origin)
         if self._asked.sent:
             stand_in = self._messenger.stand_in(handle)
             self.sending = CommunicatorOperation(stand_in, self._asked.sent, meets=self._asked.peer)
-        PostedOperation.of(handle).set_owner(self)
+        PostedOperation.of(handle).set_owner(self, self.cancel)
 
     def __str__(self) -> str:
-        return described(*self._called)
+        op, seq, origin = self._called
+        return described(op, seq, Origin(*origin))
 
     @property
     def peer(self) -> Peer:
@@ -238,7 +241,6 @@ class Receiving:
             asked.peer.src, asked.peer.tag, asked.into, finish, self.take, work, asked.later, kind=asked.kind
         )
         self._operation, self._wanted = operation, wanted
-        Operation.of(handle).set_canceller(self.cancel)
         self._messenger.pending.posted[self.ref] = self
         if works:
             attach(handle, works)
@@ -321,6 +323,7 @@ class Receiving:
         why = self._messenger.dispatcher.lifetime.refusal
         if self.paused and internals.is_pending(handle) and why is None:
             try:
+                Operation.of(handle).set_canceller(self.cancel)
                 self._messenger.mailbox.receive(self.post(CommunicatorOperation(meets=self.peer)))
             except BaseException:
                 release(self._asked.claims)

@@ -13,7 +13,7 @@ from aiodist.collectives import operations
 from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.operations import copy_to_all, each, nothing, work_of
 from aiodist.communicator.arguments import (
-    Terms,
+    CallTerms,
     check_alike,
     check_apart,
     check_list,
@@ -78,7 +78,7 @@ class Movement(Base):
         Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521; Pješivac-Grbović et al. 2007, DOI
         10.1007/s10586-007-0012-0.
         """
-        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, impl, name)
         if root == self.rank:
             check_written(t, "broadcast")
         if across:
@@ -94,7 +94,7 @@ class Movement(Base):
         what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
         return self._issue(what, work, claims, ts, terms)
 
-    def _broadcast_across(self, t: object, root: int, terms: Terms) -> Handle[Any]:
+    def _broadcast_across(self, t: object, root: int, terms: CallTerms) -> Handle[Any]:
         ts = check_list(t, None, "t")
         what = fingerprint_of("broadcast", ts, None, root, terms.impl, given=t, across=True)
 
@@ -149,7 +149,7 @@ class Movement(Base):
         many bytes (doubling, Bruck). Source: Bruck et al. 1997, DOI 10.1109/71.642949; Chan et al. 2007, DOI
         10.1002/cpe.1206.
         """
-        terms = Terms(timeout, impl, name)
+        terms = CallTerms(timeout, impl, name)
         if across:
             return self._allgather_across(t, out, terms)
         if (planned := self._plans.issue("allgather", t, out, terms)) is not None:
@@ -163,7 +163,7 @@ class Movement(Base):
         what = fingerprint_of("allgather", ts, None, impl=impl, given=t)
         return self._issue(what, work, claims_of(ts, out), ts, terms, outs=(out,))
 
-    def _allgather_across(self, t: object, out: object, terms: Terms) -> Handle[Any]:
+    def _allgather_across(self, t: object, out: object, terms: CallTerms) -> Handle[Any]:
         ts = check_list(t, None, "t")
         if out is not None:
             check_single(t, "out")
@@ -211,7 +211,7 @@ class Movement(Base):
 
         Cost: two messages to root from each other rank, shape and dtype first.
         """
-        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, impl, name)
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         if self.rank != root:
@@ -261,7 +261,7 @@ class Movement(Base):
 
         Cost: two messages from root to each other rank, shape and dtype first.
         """
-        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, impl, name)
         if out is not None:
             check_tensor(out, "out")
         # Only the root and ranks with an `out` know the dtype.
@@ -330,7 +330,7 @@ class Movement(Base):
         for t, into in zip(lists[0], outs or (), strict=False):
             check_out(into, t, numel=0)
             check_apart(into, lists[0], t)
-        terms = Terms(timeout, impl, name)
+        terms = CallTerms(timeout, impl, name)
         # Detached, since an `out`, which may grow, may be one of these tensors.
         detached = [[t.detach() for t in one] for one in lists]
         work = partial(each, work=operations.alltoall, ts=detached, out=outs, listed=nested)
@@ -357,7 +357,7 @@ class Movement(Base):
         rows of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1). With `impl="bruck"` about log2(p) messages of
         half of `t`, for short tensors without `sizes`.
         """
-        terms = Terms(timeout, impl, name)
+        terms = CallTerms(timeout, impl, name)
         if sizes is None and (planned := self._plans.issue("alltoall_single", t, out, terms)) is not None:
             return planned
         check_tensor(t)
@@ -415,6 +415,6 @@ class Movement(Base):
         of each host. Source: Hensgen, Finkel, Manber 1988, Two algorithms for barrier synchronization.
         """
         if name is not None:
-            return self._issue(Fingerprint("barrier"), nothing, [], [], Terms(timeout, name=name))
+            return self._issue(Fingerprint("barrier"), nothing, [], [], CallTerms(timeout, name=name))
         planned = self._plans.barrier(timeout)
         return self._dispatcher.barrier(timeout) if planned is None else planned

@@ -27,7 +27,7 @@ from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.agreement import Comparison, Dissemination
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.operation import CommunicatorOperation, Use
-from aiodist.communicator.oplog import Record
+from aiodist.communicator.oplog import IssueRecord
 from aiodist.control import Channel
 from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle, Progress, internals
@@ -52,7 +52,7 @@ class Named(Use):
 
 
 @dataclass(eq=False, slots=True)
-class _Name:
+class _NameState:
     """The state of one name on this rank."""
 
     number: int | None = None
@@ -68,7 +68,7 @@ class _Name:
     """Numbers of failed operations that may have messages in flight (lock held)."""
 
 
-class Names:
+class NamedOperations:
     """The named operations of one communicator on this rank (loop's thread, unless a method says otherwise)."""
 
     def __init__(
@@ -99,8 +99,8 @@ class Names:
         self._progress = progress
         self._between = Dissemination(transport, range(transport.size), broken)
         self._on_differ = on_differ
-        self._names: dict[str, _Name] = {}
-        self._by_number: dict[int, _Name] = {}
+        self._names: dict[str, _NameState] = {}
+        self._by_number: dict[int, _NameState] = {}
         self._given: dict[str, int] = {}
         """Numbers of names, on the leader."""
         self._given_lock = Lock()
@@ -124,7 +124,7 @@ class Names:
         if known is None:
             if len(self._names) >= MOST_NAMES:
                 raise ValueError(f"name={name!r}: {self._too_many()}: expected one of them")
-            known = self._names[name] = _Name()
+            known = self._names[name] = _NameState()
         last = known.last()
         if last is not None and internals.is_pending(last):
             raise ValueError(f"name={name!r} is in flight: expected another name, or {last} to be finished before")
@@ -134,7 +134,7 @@ class Names:
 
     def record(self, use: Named, handle: Handle[Any], what: Fingerprint) -> None:
         """Record the issue of `use`."""
-        use.record = Record(use.count, what, internals.issued_at(handle))
+        use.record = IssueRecord(use.count, what, internals.issued_at(handle))
         known = self._names[use.name]
         known.next, known.last = None, ref(handle)
         known.recent = (*known.recent[-1:], use)
@@ -167,14 +167,14 @@ class Names:
         known.number = number
         self._start_waiting(known)
 
-    def _start_waiting(self, known: _Name) -> None:
+    def _start_waiting(self, known: _NameState) -> None:
         """Start the comparison of the waiting use, if the name has a number and no held operation."""
         use = known.waiting
         if use is not None and known.number is not None and not known.held and self._closed is None:
             known.waiting = None
             self._compare(use, known, known.number)
 
-    def _compare(self, use: Named, known: _Name, number: int) -> None:
+    def _compare(self, use: Named, known: _NameState, number: int) -> None:
         operation = use.operation
         assert operation is not None
         if number < 0:

@@ -14,7 +14,7 @@ from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.messages import Arrived, MessageKind
 from aiodist.collectives.operations import each, work_of
 from aiodist.communicator import pickling as objects
-from aiodist.communicator.arguments import Terms, check_rank, check_tag
+from aiodist.communicator.arguments import CallTerms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.messages import PointToPoint
 from aiodist.communicator.messenger import Reception
@@ -63,7 +63,7 @@ class Objects(PointToPoint):
 
         Cost: one broadcast for a short object, two for a longer one.
         """
-        root, terms = check_rank(root, self.size), Terms(timeout, name=name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, name=name)
         packed = objects.pack(obj) if self.rank == root else None
         what = Fingerprint("broadcast_object", root=root)
         if packed is not None:
@@ -99,7 +99,7 @@ class Objects(PointToPoint):
 
         Cost: that of `allgather`.
         """
-        packed, terms = objects.pack(obj), Terms(timeout, name=name)
+        packed, terms = objects.pack(obj), CallTerms(timeout, name=name)
         work = self._each(operations.allgather, [packed], packed)
         return self._issue(Fingerprint("allgather_object"), work, [], [packed], terms, objects.unpack_each)
 
@@ -107,7 +107,7 @@ class Objects(PointToPoint):
         self, obj: object, root: int = 0, *, timeout: float | None = None, name: str | None = None
     ) -> Handle[list[Any] | None]:
         """Return every rank's object on `root`, as a list by rank, or None elsewhere. Cost: that of `gather`."""
-        root, terms = check_rank(root, self.size), Terms(timeout, name=name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, name=name)
         packed = objects.pack(obj)
         work = self._each(work_of("gather", root=root), [packed], packed)
         convert = objects.unpack_each if self.rank == root else None
@@ -120,7 +120,7 @@ class Objects(PointToPoint):
 
         Raises ValueError on root unless there are p objects. Cost: that of `scatter`.
         """
-        root, terms = check_rank(root, self.size), Terms(timeout, name=name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, name=name)
         packed = [self._pack_each(objs)] if self.rank == root else None
         work = partial(operations.scatter, lists=packed, nested=False, out=None, root=root)
         what = Fingerprint("scatter_object", root=root)
@@ -133,7 +133,7 @@ class Objects(PointToPoint):
 
         Raises ValueError unless there are p objects. Cost: that of `alltoall`.
         """
-        packed, terms = self._pack_each(objs), Terms(timeout, name=name)
+        packed, terms = self._pack_each(objs), CallTerms(timeout, name=name)
         work = partial(each, work=operations.alltoall, ts=[packed])
         return self._issue(Fingerprint("alltoall_object"), work, [], packed, terms, objects.unpack_each)
 

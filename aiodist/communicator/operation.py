@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 from aiodist.backends.base import Done
 from aiodist.collectives.endpoint import Traffic
 from aiodist.communicator.claims import Claim
-from aiodist.communicator.oplog import Record
+from aiodist.communicator.oplog import IssueRecord
 from aiodist.handles import Handle, Operation
-from aiodist.handles.kernel import Program, Transfer, resume, transfer
+from aiodist.handles.kernel import Transfer
 from aiodist.types import ANY
 
 if TYPE_CHECKING:
-    from aiodist._core import LaneOperation
+    from types import CodeType
 
-T = TypeVar("T")
+    from aiodist._core import LaneOperation
 
 
 class OperationState(Enum):
@@ -87,7 +87,7 @@ class Use:
     """Other ranks known to have issued this use."""
     number: int = -1
     """Number of the operation (see `number_of_use`), or -1 until the name has a number."""
-    record: Record | None = None
+    record: IssueRecord | None = None
     """The operation with its line."""
 
     def text(self) -> str:
@@ -169,7 +169,7 @@ class CommunicatorOperation(Operation[Any]):
                 self.state = OperationState.CHECKED
             self.admitted.set(error)
         if self.traffic is not None:
-            self.traffic.decided(error)
+            self.traffic.comparison, self.traffic.difference, self.traffic.rooms = None, error, None
         self.agreed.set(error)
 
     def admit(self) -> None:
@@ -184,14 +184,6 @@ class NativeCall(NamedTuple):
 
     call: Transfer
     result: object
-
-
-async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
-    """Run the program of a collective. Return the result after all ranks have agreed."""
-    result = await resume(program)
-    if not operation.agreed.is_set or operation.agreed.error is not None:
-        await transfer(operation.agreed.wait)
-    return result
 
 
 class Receive(Protocol):
@@ -211,8 +203,8 @@ class Receive(Protocol):
     def take(self) -> bool:
         """Hold the handle from now on, as a separate operation. Return False if the program has dropped the handle."""
 
-    def own(self, handle: Handle[Any]) -> None:
-        """Own the claims of the operation of `handle`, without keeping the handle alive."""
+    def own(self, handle: Handle[Any], origin: tuple[CodeType, int]) -> None:
+        """Own the claims of the operation of `handle`, issued at `origin`, without keeping the handle alive."""
 
     def lapse(self) -> bool:
         """Withdraw the receive if the program has dropped its handle. Return True if the receive was withdrawn."""

@@ -31,7 +31,7 @@ class Latest(dict[int, _Value]):
             del self[next(iter(self))]
 
 
-class Record(NamedTuple):
+class IssueRecord(NamedTuple):
     """One operation of this rank."""
 
     seq: int
@@ -75,12 +75,12 @@ class OpLog(_core.Log):
         self.caller = caller
         self.calls[caller] = call
 
-    def find(self, seq: int) -> Record | None:
+    def find(self, seq: int) -> IssueRecord | None:
         """Return the record of operation `seq`, or None before its issue and when no longer recorded."""
         kept = self.kept(seq)
-        return None if kept is None else Record(*kept, self.calls.get(kept[-1], ""))
+        return None if kept is None else IssueRecord(*kept, self.calls.get(kept[-1], ""))
 
-    def last(self) -> Record | None:
+    def last(self) -> IssueRecord | None:
         """Return the record of the last operation."""
         return self.find(self.seq - 1)
 

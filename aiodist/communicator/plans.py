@@ -23,14 +23,14 @@ from torch.nn import Parameter
 from aiodist import _core
 from aiodist.backends.arithmetic import SUPPORTED, check_op
 from aiodist.backends.base import Begin, Done, Wanted, dtype_code, once, ours, tag_of
-from aiodist.backends.shm.lanes import KINDS, Kind, op_code
+from aiodist.backends.shm.lanes import KINDS, LaneKind, op_code
 from aiodist.collectives.cuda.queued import Queue, Queued
 from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.operations import Work, each, work_of
-from aiodist.communicator.arguments import Terms, block_of, blocks_of
-from aiodist.communicator.claims import Claim, reading, writing
+from aiodist.communicator.arguments import CallTerms, block_of, blocks_of
+from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, word_of
 from aiodist.communicator.lane_issuer import LaneIssuer
@@ -63,10 +63,10 @@ class Signature(NamedTuple):
     """Number of the CUDA device, or -1 for the host."""
 
 
-class _Form(NamedTuple):
+class _LaneFields(NamedTuple):
     """The fields of a plan in the compiled core. See `core_op` in core.h, and `Plan`."""
 
-    kind: Kind
+    kind: LaneKind
     dtype: int
     op: int = 0
     root: int = 0
@@ -84,8 +84,11 @@ class OutsidePlan(NamedTuple):
 
     what: Fingerprint
     nbytes: int
-    make: Callable[[Tensor, CommunicatorOperation], Program[Any] | NativeCall]
-    """Function that returns the work of the operation on the tensor, as `Dispatcher.issue` expects."""
+    make: Callable[[Tensor, Tensor, CommunicatorOperation], Program[Any] | NativeCall]
+    """Function of (tensor, detached view, operation) that returns the work, as `Dispatcher.issue` expects.
+
+    The view keeps the present memory, since the program of the user may give the tensor other memory before the start.
+    """
     writes: bool = True
     """True if this rank's tensor is written."""
     when: When = When.HOST
@@ -117,7 +120,7 @@ class Plans:
         """True if no call has a plan."""
         barrier = Fingerprint("barrier")
         self._barrier = _core.Plan(
-            barrier, barrier.kind, None, barrier.word, *_Form(Kind.BARRIER, dtype_code(torch.uint8))
+            barrier, barrier.kind, None, barrier.word, *_LaneFields(LaneKind.BARRIER, dtype_code(torch.uint8))
         )
 
     def follow(self, repertoire: Repertoire) -> None:
@@ -138,7 +141,7 @@ class Plans:
         kind: str,
         t: object,
         out: Tensor | None,
-        terms: Terms,
+        terms: CallTerms,
         *,
         op: str | None = None,
         root: int | None = None,
@@ -155,19 +158,18 @@ class Plans:
             plan = self._plan(call, t)
         except TypeError:  # an operator or an implementation without a hash, which the general checks report
             return None
-        if plan is None or not _dense(t):
+        if plan is None or t.layout is not torch.strided or not _dense(t, memory := t.untyped_storage()):
             return None
         if isinstance(plan, _core.Plan):
             return self._issue_in_lane(plan, call, t, out, terms.timeout)
-        if out is not None or not t.data_ptr():
+        if out is not None or not (start := t.data_ptr()):
             return None
-        what, make, nbytes = plan.what, partial(plan.make, t), plan.nbytes
-        operation = CommunicatorOperation(None, writing(t) if plan.writes else reading(t), when=plan.when)
+        claim = Claim(start, plan.nbytes, plan.writes, memory, t if plan.writes else None)
         return self._dispatcher.issue(
-            operation,
-            what,
-            make,
-            nbytes=nbytes,
+            CommunicatorOperation(None, (claim,), when=plan.when),
+            plan.what,
+            partial(plan.make, t, t.detach()),
+            nbytes=plan.nbytes,
             timeout=terms.timeout,
             work_bytes=plan.work_bytes,
             messages=plan.messages,
@@ -221,20 +223,25 @@ class Plans:
         ep = Endpoint(dispatcher.transport, tag_of(number), device_messages, operation.traffic, number)
         return await work(Primitives(ep, repertoire, impl, later=named, device=self._device))
 
-    def _collective(
-        self, work: Work, in_place: bool, repertoire: Repertoire, impl: str, t: Tensor, operation: CommunicatorOperation
-    ) -> Program[Any]:
-        """Return the program of a collective. True for `in_place` makes `t` the result."""
-        convert = (lambda _: t) if in_place else None
-        # A detached view, since the program of the user may give `t` other memory before the operation begins.
-        return self.program(partial(each, work=work, ts=[t.detach()], convert=convert), repertoire, impl, operation)
+    async def _collective(
+        self,
+        work: Work,
+        in_place: bool,
+        repertoire: Repertoire,
+        impl: str,
+        t: Tensor,
+        view: Tensor,
+        operation: CommunicatorOperation,
+    ) -> Any:  # noqa: ANN401
+        """Run a collective of one tensor. True for `in_place` makes `t` the result."""
+        (result,) = await self.program(lambda p: work(p, [view], None), repertoire, impl, operation)
+        return t if in_place else result
 
     def _native(
-        self, start: Begin, implementation: str, nbytes: int, t: Tensor, operation: CommunicatorOperation
+        self, start: Begin, implementation: str, nbytes: int, t: Tensor, view: Tensor, operation: CommunicatorOperation
     ) -> NativeCall:
         """Return one call of a library."""
-        # A detached view, since the program may give `t` other memory before the call.
-        call: Transfer = (start, t.detach(), operation.number)
+        call: Transfer = (start, view, operation.number)
         if operation.traffic is not None:
             operation.traffic.way = implementation
         if self._dispatcher.large_bytes <= nbytes < LARGE_BYTES:
@@ -251,7 +258,12 @@ class Plans:
             ended(ours(raised))
 
     def _queue(
-        self, queue: Queue, stream: Callable[[], torch.cuda.Stream], t: Tensor, operation: CommunicatorOperation
+        self,
+        queue: Queue,
+        stream: Callable[[], torch.cuda.Stream],
+        t: Tensor,
+        _: Tensor,
+        operation: CommunicatorOperation,
     ) -> Program[Tensor]:
         """Queue one call on a device, while the ranks compare. Return the program that waits for the call.
 
@@ -292,9 +304,9 @@ class Plans:
 
     def _takes(self, kind: str, t: Tensor, out: Tensor) -> bool:
         """Return True if `out` can hold the result without change. The general checks report errors of `out`."""
-        if type(out) not in _PLAIN or out.dtype is not t.dtype or not out.is_cpu or not _dense(out):
+        if type(out) not in _PLAIN or out.dtype is not t.dtype or not out.is_cpu or out.layout is not torch.strided:
             return False
-        if out.shape != self._shape(kind, t.shape):
+        if out.shape != self._shape(kind, t.shape) or not _dense(out, out.untyped_storage()):
             return False
         own = self._rank * t.nbytes if kind == "allgather" else 0
         return not overlaps(out, t) or (out.data_ptr() + own == t.data_ptr() and kind in (*_IN_PLACE, "allgather"))
@@ -309,8 +321,8 @@ class Plans:
             return None
         kind = KINDS[call.kind.removesuffix("_single")]
         known = None if call.op is None else check_op(call.op, call.dtype)
-        cut = kind in (Kind.REDUCE_SCATTER, Kind.ALLTOALL)
-        if (cut and not call.shape) or (kind is Kind.ALLTOALL and call.shape[0] % ranks):
+        cut = kind in (LaneKind.REDUCE_SCATTER, LaneKind.ALLTOALL)
+        if (cut and not call.shape) or (kind is LaneKind.ALLTOALL and call.shape[0] % ranks):
             return None
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
@@ -320,25 +332,25 @@ class Plans:
                 self._plans[call] = plan
             return plan
         sent: Sequence[int] = ()
-        if kind is Kind.REDUCE_SCATTER:
+        if kind is LaneKind.REDUCE_SCATTER:
             sent = [block.numel() for block in blocks_of(t, None, ranks)]
-        elif kind is Kind.ALLGATHER:
+        elif kind is LaneKind.ALLGATHER:
             sent = [numel] * ranks
-        elif kind is Kind.ALLTOALL:
+        elif kind is LaneKind.ALLTOALL:
             sent = [numel // ranks] * ranks
         what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl)
-        form = _Form(
+        form = _LaneFields(
             kind,
             dtype_code(call.dtype),
             0 if known is None else op_code(known),
             call.root or 0,
-            like=word_of((list(call.shape),)) if kind is Kind.ALLGATHER else 0,
-            numel=numel * ranks if kind is Kind.ALLGATHER else numel,
+            like=word_of((list(call.shape),)) if kind is LaneKind.ALLGATHER else 0,
+            numel=numel * ranks if kind is LaneKind.ALLGATHER else numel,
             nbytes=numel * call.dtype.itemsize,
             target_nbytes=torch.Size(self._shape(call.kind, call.shape)).numel() * call.dtype.itemsize,
-            writes=call.root is None or (call.root == self._rank) != (kind is Kind.BROADCAST),
+            writes=call.root is None or (call.root == self._rank) != (kind is LaneKind.BROADCAST),
             sent=tuple(sent),
-            received=tuple(sent) if kind is Kind.ALLTOALL else (),
+            received=tuple(sent) if kind is LaneKind.ALLTOALL else (),
         )
         otherwise = partial(self._go_on, call, self._repertoire)
         in_lane = self._plans[call] = _core.Plan(what, call.kind, otherwise, what.word, *form)
@@ -430,12 +442,11 @@ def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
     )
 
 
-def _dense(t: Tensor) -> bool:
-    """Return True if the memory of `t` holds all elements in order, without conjugation or negation.
+def _dense(t: Tensor, memory: UntypedStorage) -> bool:
+    """Return True if the storage `memory` of `t` holds all elements in order, without conjugation or negation.
 
     A program may have shrunk the storage.
     """
-    odd = t.is_neg() or (t.dtype.is_complex and t.is_conj())
-    if odd or t.layout is not torch.strided or not t.is_contiguous():
+    if t.is_neg() or (t.dtype.is_complex and t.is_conj()) or not t.is_contiguous():
         return False
-    return t.storage_offset() * t.itemsize + t.nbytes <= t.untyped_storage().nbytes()
+    return t.storage_offset() * t.itemsize + t.nbytes <= memory.nbytes()

@@ -15,7 +15,7 @@ from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.operations import copy_to_all, local_first, work_of
 from aiodist.communicator.arguments import (
-    Terms,
+    CallTerms,
     blocks_of,
     check_list,
     check_out,
@@ -92,7 +92,7 @@ class Reductions(Base):
                 if timeout is not None or self._dispatcher.timeout is not None:
                     self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
                 return handle  # type: ignore[return-value]
-        terms = Terms(timeout, impl, name)
+        terms = CallTerms(timeout, impl, name)
         if across:
             return self._reduction_across("allreduce", t, op, terms)
         planned: Handle[Any] | None = self._plans.issue("allreduce", t, out, terms, op=op)
@@ -114,7 +114,7 @@ class Reductions(Base):
         `allreduce`. Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis,
         Steele 1986, DOI 10.1145/7902.7903.
         """
-        terms = Terms(timeout, impl, name)
+        terms = CallTerms(timeout, impl, name)
         planned: Handle[Any] | None = self._plans.issue("scan", t, out, terms, op=op)
         return self._reduction("scan", t, op, out, terms) if planned is None else planned
 
@@ -133,7 +133,7 @@ class Reductions(Base):
         `t` and the result have one shape, the same on all ranks. `op`, `out`, lists and errors are those of
         `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
         """
-        return self._reduction("exscan", t, op, out, Terms(timeout, impl, name))
+        return self._reduction("exscan", t, op, out, CallTerms(timeout, impl, name))
 
     def reduce(
         self,
@@ -179,7 +179,7 @@ class Reductions(Base):
         Cost: one message of n bytes, in log2(p) steps (tree, for short tensors), or in parts along a chain. Source:
         Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
-        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        root, terms = check_rank(root, self.size), CallTerms(timeout, impl, name)
         if root != self.rank:
             check_written(t[:1] if across and isinstance(t, list) else out, "reduce", "t" if across else "out")
         if across:
@@ -231,7 +231,7 @@ class Reductions(Base):
         Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many bytes (halving). Source: Chan et
         al. 2007, DOI 10.1002/cpe.1206.
         """
-        terms = Terms(timeout, impl, name)
+        terms = CallTerms(timeout, impl, name)
         if sizes is None and (planned := self._plans.issue("reduce_scatter", t, out, terms, op=op)) is not None:
             return planned
         ts = tensors_of(t)
@@ -263,7 +263,7 @@ class Reductions(Base):
 
         Every rank makes this call. Cost: an allreduce of one byte.
         """
-        terms, said = Terms(timeout, "auto", None), torch.tensor([self._resources.stop_requested], device="cpu")
+        terms, said = CallTerms(timeout, "auto", None), torch.tensor([self._resources.stop_requested], device="cpu")
         what = fingerprint_of("stopping", [said], None)
         return self._issue(what, partial(_stopping, said=said), writing(said), [said], terms)
 
@@ -275,7 +275,7 @@ class Reductions(Base):
         t: Any,  # noqa: ANN401
         op: str,
         out: Tensor | None,
-        terms: Terms,
+        terms: CallTerms,
         root: int | None = None,
     ) -> Handle[Any]:
         """Reduce a tensor, a number or a list. With a `root`, only that rank gets the result."""
@@ -296,7 +296,9 @@ class Reductions(Base):
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
         return self._issue(what, work, claims, ts, terms, late, outs=(out,))
 
-    def _reduction_across(self, kind: str, t: object, op: str, terms: Terms, root: int | None = None) -> Handle[Any]:
+    def _reduction_across(
+        self, kind: str, t: object, op: str, terms: CallTerms, root: int | None = None
+    ) -> Handle[Any]:
         """Reduce over the list and the ranks, into every tensor, or into the first tensor of `root`."""
         ts = check_list(t, None, "t")
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t, across=True)

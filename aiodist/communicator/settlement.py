@@ -12,7 +12,7 @@ from aiodist.collectives.endpoint import Differ
 from aiodist.collectives.messages import Arrived
 from aiodist.communicator.claims import release
 from aiodist.communicator.names import Named
-from aiodist.communicator.operation import CommunicatorOperation, NativeCall, OperationState, Pending, carry_out
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, OperationState, Peer, Pending
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Progress, internals
 from aiodist.handles.kernel import Program, ours, run
@@ -41,14 +41,10 @@ class Settlement:
         self._ends_alone = ends_alone
         self._threads = threads
 
-    def run(self, operation: CommunicatorOperation, program: Program[Any]) -> None:
-        """Run the program of an operation to its end."""
-        run(program, lambda result, error: self.settle(operation, result, error), lambda: self.drained(operation))
-
     def begin(
-        self, operation: CommunicatorOperation, work: Program[Any] | NativeCall, refusal: BaseException | None
+        self, operation: CommunicatorOperation, work: Program[Any] | NativeCall, refusal: BaseException | None = None
     ) -> None:
-        """Begin the work of a collective, or end the collective with the `refusal` of the ranks."""
+        """Begin the work of an operation, or end a collective with the `refusal` of the ranks."""
         if refusal is not None:
             if not isinstance(work, NativeCall):
                 work.close()
@@ -67,7 +63,7 @@ class Settlement:
                     raise
                 done(ours(raised))
         else:
-            self.run(operation, carry_out(operation, work))
+            run(work, partial(self.settle, operation), partial(self.drained, operation))
 
     def _called(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         """End an operation that was refused, or whose native call has ended: all ranks have agreed before the call."""
@@ -93,12 +89,17 @@ class Settlement:
     ) -> None:
         """End an operation with the result or the error of this rank's part. A second outcome has no effect.
 
-        A result counts unless a part has failed on some rank, and is converted first. An error may wait for the verdict
-        of the ranks. `final` is True for that verdict, and for the reason of an abort.
+        The result of a collective counts once all ranks agree, unless a part has failed on some rank, and is converted
+        first. An error may wait for the verdict of the ranks. `final` is True for that verdict, and for the reason of
+        an abort.
         """
         if operation.state is OperationState.DONE:
             return
         if error is None:
+            agreed = operation.agreed
+            if not isinstance(operation.meets, Peer) and (not agreed.is_set or agreed.error is not None):
+                agreed.wait(partial(self.settle, operation, result))
+                return
             if operation.error is not None:  # zeros of other ranks may have completed the operation
                 return
             if operation.convert is not None and operation.handle is not None:

@@ -18,7 +18,7 @@ from aiodist.backends.shm.tables import HostTable, TableAddress, mapped
 from aiodist.collectives import operations
 from aiodist.collectives.implementations import Primitives
 from aiodist.communicator import pickling
-from aiodist.communicator.arguments import Terms
+from aiodist.communicator.arguments import CallTerms
 from aiodist.communicator.base import Base
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.errors import BackendError, BackendUnavailable
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 Shared = TypeVar("Shared", bound=Tensor | nn.Module)
 
 
-class SharedMemory(Base):
+class SharedMemoryCalls(Base):
     """Calls for tensors in shared memory."""
 
     def arena_empty(
@@ -84,7 +84,7 @@ class SharedMemory(Base):
         offer = self._offer(here, prod(size) * dtype.itemsize)
         what = Fingerprint("shared_table", dtype_name(dtype), str(list(size)))
         work = partial(self._shared, here=here, offer=offer)
-        return self._issue(what, work, [], [], Terms(timeout), partial(_table, size, dtype))
+        return self._issue(what, work, [], [], CallTerms(timeout), partial(_table, size, dtype))
 
     def _offer(self, here: Sequence[int], nbytes: int) -> HostTable | str | MemoryError | None:
         """Return the table if this rank creates one, None if another rank does, or the reason of a failure."""

@@ -4,7 +4,7 @@
 
 | state | writers | reason |
 |---|---|---|
-| `InFlight` | threads that issue or end operations | a claim or release is one step in C under the GIL |
+| `ClaimedBytes` | threads that issue or end operations | a claim or release is one step in C under the GIL |
 | `OpLog`, the plans | the thread that issues, or the loop with the lock of `Issuing` | one writer at a time |
 | `Pending` | a call adds; the thread that ends an operation removes | single steps of a dict |
 | `Watch.watching` | a call sets it after `Pending`; the loop clears it, then reads `Pending` | one sees the other |

@@ -25,7 +25,7 @@ from weakref import ref
 from aiodist import _core
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.handles.operation import Operation
-from aiodist.handles.polling import Pace, transport_lock
+from aiodist.handles.polling import LoopPace, transport_lock
 from aiodist.handles.progress import Progress
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
 from aiodist.threads import is_waiting, library_checks
@@ -331,8 +331,8 @@ class _OneThread(Progress):
 
     def _begin_polling(self) -> None:
         """Poll once in the next iteration of the loop; when the loop would sleep, its selector polls."""
-        if self.pace is not Pace.POLLING:
-            self._set_pace(Pace.POLLING)
+        if self.pace is not LoopPace.POLLING:
+            self._set_pace(LoopPace.POLLING)
             self.loop.call_soon(self._turn)
 
     def _turn(self) -> None:
@@ -344,7 +344,7 @@ class _OneThread(Progress):
         self._park()
 
     def _park(self) -> None:
-        self._set_pace(Pace.IDLE)
+        self._set_pace(LoopPace.IDLE)
 
     def spin(self, handle: _core.Handle) -> None:
         """Leave it to the loop."""

@@ -30,7 +30,6 @@ from aiodist.backends.local import Address, LocalHub, LocalMessage
 from aiodist.communicator import Communicator, parts_of
 from aiodist.control.client import SocketChannel
 from aiodist.env import Environment
-from aiodist.handles import Progress
 from aiodist.ps import ParameterServer
 from aiodist.testing.clock import FakeClockLoop
 from aiodist.types import OPERATIONS
@@ -267,10 +266,11 @@ class FaultyHub(LocalHub):
         self._at(due, release)
 
     def _now(self) -> float:
-        assert self.loop is not None
-        return self.loop.time()
+        assert self.progress is not None
+        return self.progress.loop.time()
 
     def _at(self, due: float, call: Callable[[], None]) -> None:
         """Call a function on the loop at a time, with the transport lock held; a little early, as timers are."""
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(self.loop.call_at, due, lambda: Progress.current().start(call))
+        progress = self.progress
+        assert progress is not None
+        progress.loop.call_soon_threadsafe(progress.loop.call_at, due, lambda: progress.start(call))

@@ -17,7 +17,7 @@ from aiodist.control import Channel, InProcessChannel, in_process
 from aiodist.elastic.generations import GenerationMembers, Generations
 from aiodist.env import Generation
 from aiodist.errors import DeadlockError, LaunchError, PeerError, PeerLost
-from aiodist.handles import listed
+from aiodist.handles import Progress, listed
 from aiodist.handles.stacks import line_of_task
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.testing.faults import Faults, FaultyHub
@@ -188,7 +188,8 @@ class _RanksJob(Generic[T]):
 
     async def run(self, timeout: float | None) -> list[T]:
         """Run them all to their ends; the first failure ends the others."""
-        loop = self.hub.loop = asyncio.get_running_loop()
+        self.hub.progress = Progress.current()
+        loop = self.hub.progress.loop
         self._failed = loop.create_future()
         limit = None if timeout is None else loop.call_later(timeout, TimeLimit(self._late, timeout))
         first = Generation(0, (None,) * self.size)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.facts import CAUSE, WaitingCall
-from aiodist.communicator.oplog import OpLog, Record
+from aiodist.communicator.oplog import IssueRecord, OpLog
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.thread import settle_soon
 from aiodist.handles import Handle, Progress, internals
@@ -51,7 +51,7 @@ class _Followed:
     dispatcher: Dispatcher
     closed: bool = False  # closed at the last report
     reported: int = 0  # operations without a name that the first rank knows
-    named: dict[tuple[str, int], Record] = field(default_factory=dict)  # last named operations, by name and use
+    named: dict[tuple[str, int], IssueRecord] = field(default_factory=dict)  # last named operations, by name and use
     received: deque[tuple[str, int, float]] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
     """Finished receives since the last report: operation, source, and seconds."""
     seconds: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class _Followed:
         """Log of the operations."""
         return self.dispatcher.oplog
 
-    def find(self, name: str, number: int) -> Record | None:
+    def find(self, name: str, number: int) -> IssueRecord | None:
         """Return the record of an operation or of a use of a name, or None for a discarded one."""
         return self.named.get((name, number)) if name else self.log.find(number)
 
@@ -290,7 +290,7 @@ class _Report:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.issued = 0
         self._seconds = dict.fromkeys(ranks, 0.0)
-        self._lines: dict[tuple[int, Record | None], float] = {}
+        self._lines: dict[tuple[int, IssueRecord | None], float] = {}
         """Seconds by rank, and by operation with line (the record without the number)."""
         self._compared = 0
         self._error = 0.0
@@ -299,7 +299,7 @@ class _Report:
         """Add late operations, as `_Followed.add` does."""
         for number, last, waited in late.tolist():
             rank, record = one.dispatcher.ranks[int(last)], one.find(name, int(number))
-            line = rank, None if record is None else Record(0, record.what, record.origin)
+            line = rank, None if record is None else IssueRecord(0, record.what, record.origin)
             self._seconds[rank] += waited
             self._lines[line] = self._lines.get(line, 0.0) + waited
         self._compared += compared

@@ -377,7 +377,7 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("claimed", [1 << 40, 1, -1])
 async def test_a_rank_that_acknowledges_what_was_never_sent_is_given_up_by_name(claimed: int) -> None:
     async with worlds(2) as (zero, one):
-        lie = wire.Frame.write(wire.Header(wire.CREDITS, extra=claimed), None)
+        lie = wire.GlooFrame.write(wire.Header(wire.CREDITS, extra=claimed), None)
         assert one.wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiodist import BackendUnavailable, Communicator, ConfigError, init
-from aiodist.collectives.choice.availability import State
+from aiodist.collectives.choice.availability import OfferState
 from aiodist.collectives.choice.table import HOSTS, NAMES
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.algorithms import Scheduled
@@ -43,7 +43,7 @@ async def test_a6_rows_for_devices(coll: Communicator, simulated_cuda: Simulated
         for nbytes in (0, 1, 1 << 20, 1 << 40):
             chosen = selector.choose(operation, nbytes, "cuda")
             assert chosen in NAMES[operation]
-            assert coll.availability().of(operation, chosen, "cuda").state is State.AVAILABLE
+            assert coll.availability().of(operation, chosen, "cuda").state is OfferState.AVAILABLE
     assert "# staged, then cuda_ipc here" in selector.show(operation="allreduce", device="cuda", hosts="one")
     with pytest.raises(ValueError, match="device 'tpu': expected one of cpu, cuda"):
         selector.choose("allreduce", 1, "tpu")
@@ -73,14 +73,14 @@ async def test_a6_an_edit_is_seen_by_operations_on_devices_alone(
 @pytest.mark.ranks(2)
 async def test_a7_what_is_available_on_devices_runs(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     offers = [offer for offer in coll.availability() if offer.device == "cuda"]
-    assert all(offer.reason for offer in offers if offer.state is not State.AVAILABLE)
+    assert all(offer.reason for offer in offers if offer.state is not OfferState.AVAILABLE)
     states = {o.impl: o for o in offers if o.operation == "allreduce"}
-    assert states["nccl"].state is not State.AVAILABLE
+    assert states["nccl"].state is not OfferState.AVAILABLE
     for impl, offer in states.items():
         t = torch.full((9,), coll.rank + 1.0).to(coll.device)
-        if offer.state is State.AVAILABLE:
+        if offer.state is OfferState.AVAILABLE:
             assert (await coll.allreduce(t, impl=impl)).tolist() == [3.0] * 9
-        elif offer.state is State.NOT_HERE and impl in ("mpi", "gloo", "shm", "nccl"):
+        elif offer.state is OfferState.NOT_HERE and impl in ("mpi", "gloo", "shm", "nccl"):
             with pytest.raises(BackendUnavailable, match=rf"impl='{impl}': "):
                 coll.allreduce(t, impl=impl)
             with pytest.raises(BackendUnavailable, match=f"{impl} is not possible here"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import BackendUnavailable, Communicator, ConfigError, Handle, MismatchError, nn
-from aiodist.collectives.choice.availability import State
+from aiodist.collectives.choice.availability import OfferState
 from aiodist.collectives.choice.selector import Selector
 from aiodist.collectives.choice.table import HOSTS, LIMITS, NAMES, Table, parse_edit
 from aiodist.collectives.choice.tablefile import read_edits, render, write
@@ -305,7 +305,7 @@ async def test_a6_an_edit_reaches_calls_that_were_planned(coll: Communicator, na
 @pytest.mark.ranks(2, backend="mpi")
 async def test_a7_processes_of_one_host_share_memory(coll: Communicator) -> None:
     offers = coll.availability()
-    assert [offers.of("allreduce", impl).state for impl in ("mpi", "shm")] == [State.AVAILABLE] * 2
+    assert [offers.of("allreduce", impl).state for impl in ("mpi", "shm")] == [OfferState.AVAILABLE] * 2
     assert offers.of("allreduce", "gloo").reason == "mpi carries this communicator: init(backend='gloo')"
     assert (await coll.allreduce(torch.ones(3), impl="shm")).tolist() == [2.0] * 3
 

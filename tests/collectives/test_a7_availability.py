@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiodist import BackendUnavailable, Communicator
-from aiodist.collectives.choice.availability import EVERY_OPERATION, State
+from aiodist.collectives.choice.availability import EVERY_OPERATION, OfferState
 from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS
 from aiodist.schedules import SCHEDULES
 from aiodist.testing.seams.algorithms import Repertoire
@@ -26,7 +26,7 @@ async def test_a7_every_operation_implementation_and_device(coll: Communicator) 
     assert [(o.device, o.impl, o.operation) for o in offers] == [
         (device, impl, operation) for device in DEVICES for impl in IMPLEMENTATIONS for operation in EVERY_OPERATION
     ]
-    assert all(offer.reason for offer in offers if offer.state is not State.AVAILABLE)
+    assert all(offer.reason for offer in offers if offer.state is not OfferState.AVAILABLE)
     assert offers[0].device == "cpu"
     assert len(offers) == len(list(offers))
 
@@ -35,10 +35,10 @@ async def test_a7_every_operation_implementation_and_device(coll: Communicator) 
 async def test_a7_what_is_available_runs_and_what_is_not_does_not(coll: Communicator) -> None:
     for offer in coll.availability():
         if offer.operation == "allreduce" and offer.device == "cpu":
-            assert (offer.state is State.AVAILABLE) == (offer.impl in SCHEDULES["allreduce"])
-            if offer.state is State.AVAILABLE:
+            assert (offer.state is OfferState.AVAILABLE) == (offer.impl in SCHEDULES["allreduce"])
+            if offer.state is OfferState.AVAILABLE:
                 assert (await coll.allreduce(torch.ones(3), impl=offer.impl)).tolist() == [2.0] * 3
-            elif offer.state is State.NOT_HERE:
+            elif offer.state is OfferState.NOT_HERE:
                 with pytest.raises(BackendUnavailable, match=rf"impl='{offer.impl}': .*\({offer.impl}: "):
                     coll.allreduce(torch.ones(3), impl=offer.impl)
 

