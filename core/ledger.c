@@ -85,7 +85,7 @@ static PyObject *claims_acquire_all(Claims *self, PyObject *args) {
         if (held != NULL) {  // Python raises the error, or withdraws the holder
             PyObject *holder = held->owner;
             Py_INCREF(holder);
-            PyObject *gone = PyObject_CallMethod((PyObject *)self, "_withdraw", "OnOO", claims, i, holder, owner);
+            PyObject *gone = PyObject_CallMethod((PyObject *)self, "_drop_holder", "OnOO", claims, i, holder, owner);
             Py_DECREF(holder);
             if (gone != NULL) {
                 Py_DECREF(gone);
@@ -130,7 +130,7 @@ static PyMethodDef claims_methods[] = {
     {"claim", (PyCFunction)claims_claim, METH_VARARGS,
      "claim(start, nbytes, writes, owner): claim these bytes, or return the owner of a conflicting claim."},
     {"acquire_all", (PyCFunction)claims_acquire_all, METH_VARARGS,
-     "acquire_all(claims, owner): claim all (address, bytes, written, ...), or none. Calls `_withdraw(claims, i, holder, owner)` "
+     "acquire_all(claims, owner): claim all (address, bytes, written, ...), or none. Calls `_drop_holder(claims, i, holder, owner)` "
      "if a holder has bytes of claim i."},
     {"release_all", (PyCFunction)claims_release_all, METH_O, "release_all(claims): release all claims of `acquire_all`."},
     {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): release a claim."},

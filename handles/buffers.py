@@ -37,7 +37,7 @@ class ClaimedBytes(_core.Claims):
         """
         self.acquire_all([(start, nbytes, writes, None)], owner)
 
-    def _withdraw(self, claims: Sequence[Claimed], i: int, holder: object, owner: object) -> None:
+    def _drop_holder(self, claims: Sequence[Claimed], i: int, holder: object, owner: object) -> None:
         """Withdraw the holder of bytes of claim `i` if the program has dropped the holder.
 
         Called by `acquire_all`. Raise `BufferInFlight` otherwise.

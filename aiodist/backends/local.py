@@ -93,8 +93,13 @@ class LocalHub:
         if nbytes > room:
             error = BackendError(f"a message of {nbytes} bytes met a receive of {room}")
         else:
-            memmove(receive.into.data_ptr(), message.data.data_ptr(), nbytes)
+            copy(receive.into, message.data)
         tell([(message.done, None), (receive.done, error)])
+
+
+def copy(into: Tensor, t: Tensor) -> None:
+    """Copy the bytes of `t` to the front of `into`."""
+    memmove(into.data_ptr(), t.data_ptr(), t.nbytes)
 
 
 def _gone(rank: int, comm: str) -> BackendError:

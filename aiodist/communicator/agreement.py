@@ -87,7 +87,7 @@ class Dissemination:
                 comparison.known.set()
             sent = torch.frombuffer(bytearray(_FRAME.pack(signature, comparison.differs)), dtype=torch.uint8)
             frame = bytearray(_FRAME.size)
-            received = torch.frombuffer(frame, dtype=torch.uint8)  # on the host, whatever the default device is
+            received = torch.frombuffer(frame, dtype=torch.uint8)  # on the host for any default device
             await transfers([(transport.irecv, received, before, tag), (transport.isend, sent, after, tag)])
             other, differs = _FRAME.unpack(frame)
             if other != signature:

@@ -95,11 +95,12 @@ class Settlement:
         """
         if operation.state is OperationState.DONE:
             return
-        if error is None:
-            agreed = operation.agreed
-            if not isinstance(operation.meets, Peer) and (not agreed.is_set or agreed.error is not None):
-                agreed.wait(partial(self.settle, operation, result))
+        if error is None and not isinstance(operation.meets, Peer):
+            if not operation.agreed.is_set:
+                operation.agreed.wait(partial(self.settle, operation, result))
                 return
+            error = operation.agreed.error
+        if error is None:
             if operation.error is not None:  # zeros of other ranks may have completed the operation
                 return
             if operation.convert is not None and operation.handle is not None:
