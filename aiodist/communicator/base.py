@@ -266,7 +266,8 @@ def _on_devices(
 
 def parts_of(comm: Base) -> Parts:
     """Return the layers below the calls of a communicator."""
-    return Parts(comm._dispatcher, comm._messenger, comm._transport, comm._registry, comm._repertoire, comm._comparing)
+    dispatcher = comm._dispatcher
+    return Parts(dispatcher, comm._messenger, dispatcher.transport, comm._registry, comm._repertoire, comm._comparing)
 
 
 def upkeep_of(comm: Base) -> Upkeep:
