@@ -60,9 +60,11 @@ class Server:
         self._calls: dict[str, Callable[[int, _Call], object]] = {
             "make": self._make,
             "remove": self._remove,
-            "configure": lambda client, call: self._expect(Change(client, call["n"], call["key"], call["settings"])),
-            "barrier": lambda client, call: self._expect(Stop(client, call["n"], -1)),
-            "leave": lambda client, call: self._expect(Stop(client, call["n"], -1, leaves=True)),
+            "configure": lambda client, call: self._advance(
+                client, Change(client, call["n"], call["key"], call["settings"])
+            ),
+            "barrier": lambda client, call: self._advance(client, Stop(client, call["n"], -1)),
+            "leave": lambda client, call: self._advance(client, Stop(client, call["n"], -1, leaves=True)),
             "open": self._directory.open,
             "ready": self._directory.ready,
             "free": self._directory.free,
@@ -127,7 +129,7 @@ class Server:
                     buffer.copy_(found)
                 else:
                     self.context.service.run(partial(buffer.copy_, found), partial(self._received, push))
-        self._expect(push)
+        self._advance(client, push)
 
     def _buffer(self, shard: Shard | None, push: Pushing, nbytes: int) -> Tensor:
         """Return memory for the data of `push`. Pushes of a table have various sizes."""
@@ -151,7 +153,7 @@ class Server:
             else:  # a waiting pull must not keep its frame
                 came = memoryview(bytearray(body[wire.PULL.size + wire.IDS.size :]))
                 pull.rows = bytes_in(came, 0, ids.nbytes)
-        self._expect(pull)
+        self._advance(client, pull)
 
     def _received(self, request: Pushing | Pulling, error: BaseException | None) -> None:
         """The data of a request have arrived, or never will."""
@@ -164,18 +166,11 @@ class Server:
 
     # --- the lines -----------------------------------------------------------------------------------------------
 
-    def _expect(self, request: Request) -> None:
-        """Execute a request after the earlier ones of its client."""
-        line = self._lines.setdefault(request.client, deque())
-        if not line and request.ready and not isinstance(request, Stop):
-            self._execute(request)
-        else:
+    def _advance(self, client: int, request: Request | None = None) -> None:
+        """Execute the waiting requests of a client in order, and then `request`, up to one that must wait."""
+        line = self._lines.setdefault(client, deque())
+        if request is not None:
             line.append(request)
-            self._advance(request.client)
-
-    def _advance(self, client: int) -> None:
-        """Execute the first requests of a line, up to one that must wait."""
-        line = self._lines.get(client, ())
         while line:
             first = line[0]
             if isinstance(first, Stop) and not first.reached:
@@ -185,17 +180,15 @@ class Server:
             if not first.ready:
                 return
             line.popleft()
-            if not isinstance(first, Stop):
-                self._execute(first)
-
-    def _execute(self, request: Request) -> None:
-        shard = self.shards.get(request.key)
-        if shard is None:
-            self._answers.refuse(request, Freed(f"key {request.key} was freed"))
-        elif isinstance(request, Pushing) and request.rule == FILL:
-            shard.fill(request)
-        else:
-            shard.deliver(request)
+            if isinstance(first, Stop):
+                continue
+            shard = self.shards.get(first.key)
+            if shard is None:
+                self._answers.refuse(first, Freed(f"key {first.key} was freed"))
+            elif isinstance(first, Pushing) and first.rule == FILL:
+                shard.fill(first)
+            else:
+                shard.deliver(first)
 
     # --- barriers, and ranks that leave ----------------------------------------------------------------------------
 

@@ -197,11 +197,11 @@ class Pushes:
             return
         if stage == Stage.ACCEPTED:
             if part.accepting is None:  # the server holds the push for those of other workers
-                self._passed(number)
+                self._end(number, None, None)
             elif part.accepting:
                 part.accepting.discard(src)
                 if not part.accepting:
-                    self._finish(number, part, None)
+                    self._end(number, part.operation, None)
             return
         if self._log is not None and stage == Stage.DROPPED:
             self._log.forget(part.entry.name, number)
@@ -209,7 +209,7 @@ class Pushes:
         if not part.applying:
             del self._parts[number]
             if part.accepting is None:
-                self._finish(number, part, None)
+                self._end(number, part.operation, None)
             part.entry.part_over(number)
 
     def refuse(self, number: int, error: BaseException) -> bool:
@@ -223,18 +223,14 @@ class Pushes:
         if part.accepting is not None and not part.accepting:
             self._note_late(error)
         else:
-            self._finish(number, part, error)
+            self._end(number, part.operation, error)
         part.entry.part_over(number)
         return True
 
-    def _finish(self, number: int, part: PushPart, error: BaseException | None) -> None:
-        """End a push for its call and for syncs."""
-        if part.operation.part_over(error) and isinstance(part.operation, UserCall):
-            self._context.counts["push_seconds"] += part.operation.seconds
-        self._passed(number)
-
-    def _passed(self, number: int) -> None:
-        """End a push for syncs."""
+    def _end(self, number: int, operation: Ends | None, error: BaseException | None) -> None:
+        """End a push for syncs, and for its call `operation` unless that waits on."""
+        if operation is not None and operation.part_over(error) and isinstance(operation, UserCall):
+            self._context.counts["push_seconds"] += operation.seconds
         self._open.discard(number)
         while self._line and self._line[0] not in self._open:
             self._line.popleft()
