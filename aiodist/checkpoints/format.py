@@ -101,6 +101,16 @@ class Layout:
     def nbytes(self) -> int:
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
+    def parts(self, buffer: Tensor) -> list[Tensor]:
+        """Return the bytes of each entry, in a buffer with the bytes after the header."""
+        begins = (entry.offset - len(self.header) for entry in self.entries)
+        return [buffer[at : at + entry.nbytes] for at, entry in zip(begins, self.entries, strict=True)]
+
+    def fill(self, buffer: Tensor, sources: Sequence[Tensor]) -> None:
+        """Copy the flat tensor of each entry to its place in `buffer`."""
+        for entry, part, source in zip(self.entries, self.parts(buffer), sources, strict=True):
+            part.view(DTYPES[entry.dtype]).copy_(source)
+
 
 def lay_out(given: Sequence[TensorEntry]) -> Layout:
     """Return the file that has `given` in this order; their names differ from one another."""
@@ -115,18 +125,6 @@ def lay_out(given: Sequence[TensorEntry]) -> Layout:
     header = struct.pack("<Q", len(text)) + text
     entries = [entry._replace(offset=len(header) + at) for entry, at in zip(given, starts, strict=False)]
     return Layout(header, entries)
-
-
-def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
-    """Fill `buffer` with the bytes after the header of the file: one flat source for each entry."""
-    for entry, part, source in zip(layout.entries, bytes_of_entries(buffer, layout), sources, strict=True):
-        part.view(DTYPES[entry.dtype]).copy_(source)
-
-
-def bytes_of_entries(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Return the bytes of each entry, in a buffer that `copy_into` has filled."""
-    begins = (entry.offset - len(layout.header) for entry in layout.entries)
-    return [buffer[at : at + entry.nbytes] for at, entry in zip(begins, layout.entries, strict=True)]
 
 
 class WritePace:

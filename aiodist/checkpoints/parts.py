@@ -201,13 +201,6 @@ class Net(Protocol):
         """Return the handle of `fn(*args)`, which runs on the thread after all earlier work."""
 
 
-class Keeps(Protocol):
-    """The values of a module that each rank keeps for itself, such as `shared` of `nn.DataParallel`."""
-
-    def keeps(self, key: str) -> bool:
-        """Return True for a key of the module's state dict whose value is this rank's own."""
-
-
 def split_own(part: object, state: Any) -> tuple[Any, Any]:  # noqa: ANN401
     """Return the part of a net's `state` that all ranks have alike, and the part that this rank keeps, None if empty.
 
@@ -247,8 +240,9 @@ def join_own(part: object, state: Any, own: Any, saved_by: int | None) -> Any:  
 
 
 def _keeps(part: object) -> Callable[[str], bool] | None:
-    shared: Keeps | None = getattr(part, "shared", None)
-    return shared.keeps if isinstance(part, Net) and shared is not None else None
+    """Return a function that is True for the keys of a net's state whose values are this rank's own, or None."""
+    shared = getattr(part, "shared", None) if isinstance(part, Net) else None
+    return getattr(shared, "keeps", None)
 
 
 @runtime_checkable

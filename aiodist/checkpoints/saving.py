@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.format import Layout, bytes_of_entries, commit, copy_into, lay_out, write_file
+from aiodist.checkpoints.format import Layout, commit, lay_out, write_file
 from aiodist.checkpoints.kinds import kind_of, kinds_differ, misfit, name_of
 from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
@@ -157,7 +157,7 @@ class _Save:
         self._given = {name: t.clone() for name, t in found.items()}
         self._loaders, self._of_loaders = own_loaders(own, coll.rank)
         self._number = 0
-        """Number of the checkpoint on rank 0, else 0."""
+        """Number of the unfinished checkpoint on rank 0, or 0."""
         self._copying: Handle[None] | None = None
         self._failed: Exception | None = None
         self._buffer: Tensor | None = None
@@ -190,7 +190,7 @@ class _Save:
         layout = lay_out([entry for entry, _ in written])
         buffer = borrow(layout.nbytes)
         try:
-            copy_into(buffer, layout, [t for _, t in written])
+            layout.fill(buffer, [t for _, t in written])
         except BaseException:
             release(buffer)
             raise
@@ -232,7 +232,7 @@ class _Save:
     async def _write(self, writer: Writer, file: Path) -> _Written:
         """Write the file of this rank; return its entries in the manifest."""
         assert self._buffer is not None
-        sources = bytes_of_entries(self._buffer, self._layout)
+        sources = self._layout.parts(self._buffer)
         written = writer.stream.submit(write_file, file, self._layout, sources, writer.progress.computing)
         facts, entries = await written
         return facts, entries, self._own_state
@@ -243,6 +243,7 @@ class _Save:
             return str(part)
         states = self._part_states
         folder = await writer.stream.submit(commit, self._path, self._number, written, states, self._metadata)
+        self._number = 0  # no longer a folder to remove after an error
         if keep is not None:
             await writer.stream.submit(folders.remove_old, self._path, keep)
         return str(folder)

@@ -23,8 +23,7 @@ from torch import nn
 import aiodist
 from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders
-from aiodist.checkpoints import saving as saving_module
-from aiodist.checkpoints.format import WritePace
+from aiodist.checkpoints.format import Layout, WritePace
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -464,6 +463,26 @@ async def test_n17_a_full_disk_leaves_the_one_before(
     assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000002"
 
 
+@pytest.mark.ranks(1, 2)
+async def test_n17_an_error_after_the_renaming_leaves_the_checkpoint(
+    coll: Communicator, training: Any, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no room")
+
+    await coll.barrier()
+    monkeypatch.setattr(folders, "remove_old", fail)
+    with pytest.raises((ValueError, RemoteError), match="no room"):
+        await aiodist.save(path, run.net, run.opt, keep_last=1)
+    await coll.barrier()
+    monkeypatch.undo()
+    assert (await aiodist.load(path, run.net, run.opt)).number == 1
+    assert "could not be removed" not in caplog.text
+
+
 @pytest.mark.ranks(2)
 async def test_n17_a_copy_that_fails_leaves_its_memory_to_the_next(
     coll: Communicator, training: Any, path: Path, monkeypatch: pytest.MonkeyPatch
@@ -475,7 +494,7 @@ async def test_n17_a_copy_that_fails_leaves_its_memory_to_the_next(
         raise MemoryError("no room")
 
     await coll.barrier()
-    monkeypatch.setattr(saving_module, "copy_into", fail)
+    monkeypatch.setattr(Layout, "fill", fail)
     with pytest.raises(MemoryError, match="no room"):
         await aiodist.save(path, run.net, run.opt)
     await coll.barrier()
