@@ -202,7 +202,7 @@ class LoopWork(_core.Pacer):
         """Return True on the loop's thread."""
         return threading.get_ident() == self.thread_id
 
-    def check_here(self, subject: str, instead: str = "") -> None:
+    def check_here(self, subject: object, instead: str = "") -> None:
         """Raise RuntimeError, with the advice `instead`, unless the calling thread runs this loop now."""
         if _get_running_loop() is not self.loop:
             raise RuntimeError(

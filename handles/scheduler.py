@@ -97,6 +97,15 @@ class Lane:
         """Number of permits that were granted and not released."""
         self.waiting: deque[Permit] = deque()
 
+    def take(self, nbytes: int) -> Permit | None:
+        """Return a permit if `nbytes` may be in flight now and no request waits, else None. The caller releases it."""
+        scheduler = self.scheduler
+        if scheduler._lanes or (self.granted and scheduler.in_flight + nbytes > scheduler._limit):
+            return None
+        permit = Permit(self, nbytes)
+        permit.count()
+        return permit
+
     def request(self, nbytes: int, start: Callable[[], None]) -> Permit:
         """Call `start` when `nbytes` may be in flight, perhaps now.
 
@@ -131,19 +140,24 @@ class Permit:
 
     __slots__ = ("_held", "lane", "nbytes", "start")
 
-    def __init__(self, lane: Lane, nbytes: int, start: Callable[[], None]) -> None:
+    def __init__(self, lane: Lane, nbytes: int, start: Callable[[], None] | None = None) -> None:
         self.lane = lane
         self.nbytes = nbytes
         self.start = start
         self._held = False
 
-    def grant(self) -> None:
-        """Count the permit, and call `start` (for the scheduler)."""
+    def count(self) -> None:
+        """Count the permit's bytes as in flight (for the lane)."""
         self._held = True
         self.lane.granted += 1
         self.lane.scheduler.in_flight += self.nbytes
+
+    def grant(self) -> None:
+        """Count the permit, and call `start` (for the scheduler)."""
+        self.count()
         try:
-            self.start()
+            if self.start is not None:
+                self.start()
         except BaseException:
             self.release()
             raise
@@ -159,7 +173,8 @@ class Permit:
             self.lane.waiting.remove(self)
             if not self.lane.waiting:
                 scheduler._lanes.remove(self.lane)
-        scheduler._grant()
+        if scheduler._lanes:
+            scheduler._grant()
 
     def resize(self, nbytes: int) -> None:
         """Hold `nbytes` from now on, since the request was an estimate."""

@@ -164,7 +164,7 @@ class Binding:
 
     def check_loop(self) -> None:
         """Raise RuntimeError on another thread than the loop's."""
-        self.reducer.loop.progress.check_here(repr(self))
+        self.reducer.loop.progress.check_here(self)
 
     def check_updated(self) -> None:
         """Raise RuntimeError while the optimizer of the last step has pending updates."""

@@ -57,7 +57,8 @@ class BucketPlan:
         """Order of rank 0's gradients, or None while it is unknown."""
         self.new_order: list[int] | None = None
         """The same order, until the buckets are made in it."""
-        self._missed = 0
+        self.missed = 0
+        """Number of passes in a row in which a bucket was full before the end of backward, and was not sent then."""
         self._patience = 1
 
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
@@ -92,9 +93,9 @@ class BucketPlan:
             self.learning = not self.order
             self._set_sentinels()
             return
-        self._missed = self._missed + 1 if missed else 0
-        if self._missed > self._patience:
-            self._missed = 0
+        self.missed = self.missed + 1 if missed else 0
+        if self.missed > self._patience:
+            self.missed = 0
             self._patience *= 2
             self.learning = True
 
@@ -154,12 +155,10 @@ class Planner:
         for old in list(self._kept)[:-_KEPT]:
             del self._kept[old]
 
-    def reorder(self) -> bool:
-        """Make the buckets in the order that was learnt. Return True if that order is new."""
-        order, self.plan.new_order = self.plan.new_order, None
-        if order is not None:
-            self.plan.set_buckets(self._buckets(order))
-        return order is not None
+    def reorder(self, order: Sequence[int]) -> None:
+        """Make the buckets in the `order` that was learnt."""
+        self.plan.new_order = None
+        self.plan.set_buckets(self._buckets(order))
 
     def keep(self, groups: list[list[int]] | None) -> list[list[Slot]]:
         """Keep the parameters together that share a bucket now, or those of `groups`. Return their slots.

@@ -76,14 +76,6 @@ class Slot:
         self.dtype = self.parameter.dtype
         self.nbytes = self.parameter.nbytes
 
-    def surplus(self) -> bool:
-        """A gradient has come after its bucket was filled, as far as it is not the user's already."""
-        return not self.given and self.parameter.grad is not None and self.parameter.grad is not self.result
-
-    def used(self) -> bool:
-        """It has brought something to this pass."""
-        return self.result is not None or self.parameter.grad is not None
-
 
 class Bucket:
     """The gradients of some parameters of one dtype and device, as one flat tensor.
@@ -134,8 +126,9 @@ class Bucket:
         """
         if len(self.slots) == 1 and self._take_whole(self.slots[0]):
             return
-        self.data = self.memory()
+        self.data = self.memory() if self._flat is None else self._flat
         self.unused = []
+        strided = torch.strided
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot in self.slots:
@@ -151,7 +144,8 @@ class Bucket:
                 copied[0].append(view)
                 copied[1].append(earlier)
             if grad is not None:
-                _check_dense(slot, grad)
+                if grad.layout is not strided or grad.dtype is not slot.dtype:
+                    _check_dense(slot, grad)
                 to = copied if earlier is None else added
                 to[0].append(view)
                 to[1].append(grad)
@@ -230,9 +224,6 @@ class Bucket:
             elif slot.result is not None and not slot.given:
                 slot.parameter.grad = slot.result
             slot.earlier = None
-
-    def finish(self) -> None:
-        """Do what is left to do, on the thread that uses the gradients."""
 
     def memory(self) -> Tensor:
         if self._flat is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import copy
 from functools import partial, update_wrapper
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -10,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from aiodist.communicator import parts_of
 from aiodist.handles import Handle, internals
 from aiodist.handles.tracing import span
-from aiodist.nn.buckets import Bucket
+from aiodist.nn.buckets import Bucket, RowBucket
 from aiodist.nn.consensus import Role
 from aiodist.nn.pass_status import PassStatus, StatusKind
 from aiodist.nn.passes import Pass
@@ -49,8 +52,9 @@ class Compute:
     def __init__(self, stream: HostStream, reducer: Reducer) -> None:
         self.stream = stream
         self.reducer = reducer
-        self._trusted: Pass | None = None
-        """Pass whose gradients were used while devices were still reducing them."""
+        self.is_current = stream.is_current
+        self._trusted: Handle[None] | None = None
+        """End of the pass whose gradients were used while devices were still reducing them."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which runs after all earlier work, on CUDA devices too."""
@@ -67,15 +71,12 @@ class Compute:
             raise
         return fn(*args, **kwargs)
 
-    def is_current(self) -> bool:
-        return self.stream.is_current()
-
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def wait(self, handle: Handle[T]) -> T:
         """Return the result of `handle`, or raise its error."""
         self.block(handle)
-        return handle.wait()
+        return handle.result()
 
     def block(self, handle: Handle[Any]) -> None:
         """Block the thread until `handle` is done, however it ends. Raise RuntimeError when the loop is closed."""
@@ -86,26 +87,23 @@ class Compute:
             if not internals.block_unless(handle, progress.loop.is_closed):
                 raise RuntimeError(f"the event loop was closed while {handle} was in flight")
 
-    def drain(self) -> None:
+    def drain(self, *, wholly: bool = False) -> None:
         """Wait for the end of the last pass, since a step that ended early has no gradients of it yet.
 
-        If all of its gradients are on CUDA devices and were used, the devices wait for them, and the host does not.
+        If all of its gradients are on CUDA devices and were used, the devices wait for them, and unless `wholly` the
+        host does not.
         """
         last = self.reducer.last
-        if last is not None and not (self.reducer.devices and last.used and self.reducer.learnt):
-            self._finish(last)
+        if last is not None and (wholly or not (self.reducer.devices and last.used and self.reducer.learnt)):
+            self.block(last.over)
+            if self.reducer.devices and last.error is None:
+                self._order(last, range(len(last.buckets)))
 
     @called("the end of the last step")
     def finish(self) -> None:
         """Wait as `drain`, always on the host; raise the error of a pass that failed after its gradients were used."""
-        if self.reducer.last is not None:
-            self._finish(self.reducer.last)
+        self.drain(wholly=True)
         self._check_trusted()
-
-    def _finish(self, last: Pass) -> None:
-        self.block(last.over)
-        if self.reducer.devices and last.error is None:
-            self._order(last, range(len(last.buckets)))
 
     # --- gradients on devices ----------------------------------------------------------------------------------------
 
@@ -124,14 +122,15 @@ class Compute:
     def order(self, this: Pass, indices: Sequence[int]) -> None:
         """Do the same as `use` for some of the buckets, which are settled."""
         for index in indices:
-            this.buckets[index].finish()
+            if isinstance(bucket := this.buckets[index], RowBucket):
+                bucket.finish()
         if not self.reducer.devices:
             return
         self._order(this, indices)
         if this.finished.done() or (this.queues is not None and this.queues.broken):
             self.wait(this.finished)
         if this.used:
-            self._trusted = this
+            self._trusted = this.finished
             self.reducer.sums.note(this.over, this.participants)
 
     def _order(self, this: Pass, indices: Iterable[int]) -> None:
@@ -142,9 +141,9 @@ class Compute:
     def _check_trusted(self) -> None:
         """Raise the error of the last pass if it failed after its gradients were used, once."""
         trusted = self._trusted
-        if trusted is not None and trusted.error is not None:
+        if trusted is not None and trusted.done():
             self._trusted = None
-            trusted.finished.wait()
+            trusted.result()
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
@@ -153,18 +152,23 @@ class Compute:
         self,
         forward: Callable[[], Tensor],
         *,
+        zeroes: Optimizer | None = None,
         on_arrival: Callable[[Bucket], None] | None = None,
         whole: bool = False,
         **how: Any,
     ) -> tuple[Tensor, Pass]:
         """Run forward and backward; return the loss, and the pass, whose reductions continue.
 
-        After an error this rank still sends what the others wait for. If `whole`, no code looks at a gradient before
-        all are there.
+        Forward begins after the last pass, and with the gradients of `zeroes` at zero, if that is given. After an error
+        this rank still sends what the others wait for. If `whole`, no code looks at a gradient before all are there.
         """
         this: Pass | None = None
         try:
-            self._check_trusted()
+            if self._trusted is not None:
+                self._check_trusted()
+            if zeroes is not None:
+                self.drain()
+                zeroes.zero_grad()
             loss = forward()
             check_loss(loss, how)
             differs = self.reducer.differs()
@@ -183,8 +187,7 @@ class Compute:
 
     def average(self, tensors: Sequence[Tensor]) -> Handle[PassStatus]:
         """Return the handle of an average of flat `tensors` over all ranks, which is there after `averaged`."""
-        if self.reducer.last is not None:
-            self._finish(self.reducer.last)
+        self.drain(wholly=True)
         self._name_caller()
         for stream in self.reducer.devices.currents():
             stream.synchronize()
@@ -212,21 +215,24 @@ class Compute:
             self.drain()
             self._name_caller()
             reducer.steps.settle()
-            if differs or reducer.sums.adds_to_sums or (joining and role is not Role.TRAINS):
+            if differs or (joining and (role is not Role.TRAINS or reducer.sums.adds_to_sums)):
                 return reducer.begin(role, self._ask(StatusKind.JOIN if joining else StatusKind.ASK, role))
-            return reducer.begin_alone() if whole and reducer.can_end_alone else reducer.begin(role)
+            return reducer.begin(role, whole=whole)
         except Exception as error:  # a device is lost: what the others wait for will not come
             reducer.consensus.refuse(error)
             raise
 
     def _name_caller(self) -> None:
-        if (running := self.stream.running) is not None:
-            self.reducer.name_caller(internals.issued_at(running), running.op if running.op in _CALLS else "")
+        """Let reports of operations from now on name the line of the running call, and the user's call there."""
+        reducer, running = self.reducer, self.stream.running
+        if running is not None:
+            caller, call = internals.issued_at(running), running.op if running.op in _CALLS else ""
+            for comm in (reducer.data, reducer.consensus.comm, *reducer.hook.comms):
+                parts_of(comm).dispatcher.oplog.name_caller(caller, call)
 
     def _ask(self, kind: StatusKind, role: Role) -> PassStatus:
         """Return the ranks' answer to a question before a pass."""
-        if self.reducer.last is not None:
-            self._finish(self.reducer.last)
+        self.drain(wholly=True)
         self._name_caller()
         consensus = self.reducer.consensus
         return self.wait(consensus.loop.run("comparison of the ranks", consensus.sum, consensus.question(kind, role)))
@@ -253,7 +259,7 @@ class Compute:
     def accumulate(self, loss: Tensor, how: dict[str, Any], *, part: bool = False) -> None:
         """Run backward and leave its gradients on this rank; if `part`, a later one of the step reduces them too."""
         self.drain()
-        self.reducer.hooks.check_new()
+        self.reducer.hooks.new_parameters.check()
         self.reducer.sums.divide()
         self._check_trusted()
         with self.reducer.hooks.backward_alone(part=part), span("backward"):
@@ -336,30 +342,29 @@ class Forward:
 
     def __call__(self) -> Tensor:
         """Return the loss of the last closure, once the others have had their backward."""
-        return self.rest(self.first())
-
-    def first(self) -> Tensor:
-        """Return the loss of the first closure; `rest` takes it."""
-        return self._run(self._closures[0])
+        loss = self.run()
+        return loss if len(self._closures) == 1 else self.rest(loss)
 
     def rest(self, loss: Tensor) -> Tensor:
-        """Run backward of `loss`, and do the same with the other closures; return the loss of the last."""
-        for closure in self._closures[1:]:
+        """Run backward of `loss`, that of closure 0, and do the same with the other closures; return the last loss."""
+        for number in range(1, len(self._closures)):
             self._compute.accumulate(loss, {}, part=self.reduces)
-            loss = self._run(closure)
+            loss = self.run(number)
         return loss
 
-    def _run(self, closure: Callable[[], Any]) -> Tensor:
-        with span("forward"), self.settings.casting():
-            returned = closure()
+    def run(self, number: int = 0) -> Tensor:
+        """Return the loss of closure `number`, scaled."""
+        settings, reducer = self.settings, self._compute.reducer
+        # A copy, since the block remembers the modes of the thread.
+        with span("forward"), nullcontext() if settings.autocast is None else copy(settings.autocast):
+            returned = self._closures[number]()
         loss, aux = split_aux(returned)
         check_loss(loss, {})
         self._losses.append(loss.detach())
         self._aux.append(aux)
         self._paired = self._paired or returned is not loss
-        self._compute.reducer.scaler = self.settings.scaler
-        self._compute.reducer.steps.declare(self._driver, self.settings)
-        found: Tensor = loss if self.settings.scaler is None else self.settings.scaler.scale(loss)
+        reducer.scaler, reducer.steps.declared = settings.scaler, (self._driver, settings)
+        found: Tensor = loss if settings.scaler is None else settings.scaler.scale(loss)
         return found
 
     @property
@@ -376,16 +381,14 @@ class Forward:
 def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Any:
     """Step `opt` with the reduced gradients of `forward`, and return its result; on the compute thread."""
     steps = compute.reducer.steps
-
-    def prepare() -> Tensor:
-        compute.drain()
-        opt.zero_grad()
-        return forward()
-
-    _, this = compute.reduce(prepare, whole=True)
+    _, this = compute.reduce(forward, zeroes=opt, whole=True)
     compute.use(this)
-    with steps.making(), span("optimizer"):
-        made = forward.settings.update(opt.param_groups, opt.step)
+    with span("optimizer"):
+        try:
+            made = forward.settings.update(opt.param_groups, opt.step)
+        except BaseException as error:
+            steps.mishap = error  # this rank may be left behind
+            raise
     if made:
         steps.note(opt)  # one that has copies of the parameters too
         forward.settings.advance()

@@ -94,10 +94,6 @@ class Consensus:
             settings=self.steps.settings_hash if kind is StatusKind.AVERAGE else 0,
         )
 
-    def begin_pass(self, answer: PassStatus | None) -> None:
-        """Note that a pass begins, which ranks have refused with `answer` unless it is None."""
-        self.stopped_before, self.answer = self.stopped, answer
-
     @property
     def stopped(self) -> bool:
         """True if a rank asked to stop in the newest pass or average, as far as is known."""
@@ -109,12 +105,6 @@ class Consensus:
         """Return the sum of all ranks' `status`."""
         await self.issued(partial(self.comm.allreduce, status), late)
         return PassStatus.unpack(status, self.data.size)
-
-    async def conclude(self, status: Tensor, late: Late) -> PassStatus:
-        """Return the sum of all ranks' `status` at the end of a pass, and keep it as their answer."""
-        await self.issued(partial(self.comm.allreduce, status), late)
-        self.answer = PassStatus.unpack(status, self.data.size)
-        return self.answer
 
     async def accounts(self, failure: str | None, active: bool, late: Late) -> list[PassAccount]:
         """Return the account of each rank; `failure` is the traceback of this one's error."""

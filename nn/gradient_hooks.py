@@ -10,7 +10,6 @@ from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -64,8 +63,10 @@ class GradientHooks:
         self._steps = steps
         self._devices = devices
         self._sums = sums
-        self._new_parameters = NewParameterCheck(module, [*(slot.parameter for slot in slots), *kept])
-        self._reports = not alone
+        known = [*(slot.parameter for slot in slots), *kept]
+        self.new_parameters = NewParameterCheck(module, known, taken=self._taken)
+        self.reports = not alone
+        """True if hooks report full buckets."""
         index_of = {id(slot.parameter): slot.index for slot in slots}
         owned = (list(m.parameters(recurse=alone)) for m in ([module] if alone else module.modules()))
         self._owned = [[index_of[id(p)] for p in mine if id(p) in index_of] for mine in owned if mine]
@@ -107,10 +108,6 @@ class GradientHooks:
         """Return False if another net trains the parameter."""
         return bool(self._taken.get(slot.parameter, id(self)) == id(self))
 
-    def check_new(self) -> None:
-        """Raise RuntimeError for a trained parameter that came to the module later, and that no net trains."""
-        self._new_parameters.check(self._taken)
-
     # --- placing -----------------------------------------------------------------------------------------------------
 
     def place(self, plan: BucketPlan) -> None:
@@ -121,8 +118,8 @@ class GradientHooks:
 
     def report(self) -> None:
         """Report full buckets from now on."""
-        if not self._reports and self._plan is not None:
-            self._reports = True
+        self.reports = True
+        if self._plan is not None:
             self.place(self._plan)
 
     def watch(self) -> None:
@@ -150,7 +147,7 @@ class GradientHooks:
         """True if a hook is to report gradients, by the parameters that are to have one."""
         for mine in self._owned:
             wanted.update(dict.fromkeys([index for index in mine if trained[index]][:_GUARDED], False))
-        if self._reports:
+        if self.reports:
             wanted.update(dict.fromkeys((index for index in plan.hooked() if trained[index]), True))
         for index in [index for index, (reports, _) in self._hooks.items() if wanted.get(index) is not reports]:
             self._hooks.pop(index)[1].remove()
@@ -193,37 +190,34 @@ class GradientHooks:
     # --- called by autograd ------------------------------------------------------------------------------------------
 
     def _gradient_came(self, index: int, reports: bool, _: Tensor) -> None:
-        """Count a gradient, and reduce the buckets that it completes."""
-        steps, reducing = self._steps, self._pass
+        """Count a gradient, and reduce the buckets that are full now."""
+        steps, reducing, plan = self._steps, self._pass, self._plan
         if steps.thread != get_ident():  # the loop's thread runs no pass, and autograd's threads for devices do
             self._check_inside(self._slots[index])
         if not reports or steps.thread is None:
             return
-        parameter, device = self._slots[index].parameter, None
+        device = None
         if reducing is not None and self._devices:
-            device = parameter.device
-            if parameter.is_cuda:
+            device = self._slots[index].parameter.device
+            if device.type == "cuda":
                 self._devices.came(device)
+        full: list[int] = []
         with self._counting:
-            self.counts[index] = self.counts.get(index, 0) + 1
-            full = () if reducing is None else self._full_buckets(index, reducing, device)
+            counts, due = self.counts, self._due
+            counts[index] = counts.get(index, 0) + 1
+            if reducing is None or plan is None or plan.learning or reducing.refused:
+                return
+            number = plan.sentinels.get(index)
+            if number is not None and number not in due and number not in reducing.filled:
+                due.append(number)
+            for number in list(due):
+                bucket = plan.buckets[number]
+                # Each device has a thread of its own, which fills its buckets.
+                if (device is None or bucket.device == device) and plan.complete(bucket, counts):
+                    due.remove(number)
+                    full.append(number)
         for number in full:
-            assert reducing is not None
             reducing.full(number)
-
-    def _full_buckets(self, index: int, reducing: Pass, device: torch.device | None) -> Sequence[int]:
-        """Return the buckets that are full now: of `device` alone, since each device has a thread of its own."""
-        plan = self._plan
-        if plan is None or plan.learning or reducing.refused:
-            return ()
-        number = plan.sentinels.get(index)
-        if number is not None and number not in self._due and not reducing.is_full(number):
-            self._due.append(number)
-        due = self._due if device is None else [n for n in self._due if plan.buckets[n].device == device]
-        full = [number for number in due if plan.complete(plan.buckets[number], self.counts)]
-        for number in full:
-            self._due.remove(number)
-        return full
 
     def _check_inside(self, slot: Slot) -> None:
         """Raise RuntimeError for a gradient of a backward that reduces nothing."""
@@ -261,9 +255,10 @@ class NewParameterCheck:
     _hooks: ClassVar[tuple[RemovableHandle, ...]] = ()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, module: nn.Module, known: Iterable[Tensor]) -> None:
-        """`known` are the parameters of the net."""
+    def __init__(self, module: nn.Module, known: Iterable[Tensor], *, taken: Container[Tensor]) -> None:
+        """`known` are the parameters of the net, and `taken` those that any net trains."""
         self._module = module
+        self._taken = taken
         self._known = frozenset(map(id, known))
         self._seen: object = None
         with self._lock:
@@ -275,13 +270,13 @@ class NewParameterCheck:
     def _registered(cls, *_: object) -> None:
         cls._newest = object()
 
-    def check(self, taken: Container[Tensor]) -> None:
-        """Raise RuntimeError for a new trained parameter that is not `taken` by a net."""
+    def check(self) -> None:
+        """Raise RuntimeError for a trained parameter that came to the module later, and that no net trains."""
         newest = self._newest
         if newest is self._seen:
             return
         new = [(name, p) for name, p in self._module.named_parameters() if id(p) not in self._known]
-        if trained := [name for name, p in new if p.requires_grad and p not in taken]:
+        if trained := [name for name, p in new if p.requires_grad and p not in self._taken]:
             raise RuntimeError(
                 f"{', '.join(trained[:3])}{' …' * (len(trained) > 3)}: {len(trained)} parameters to train were put "
                 "into the module after its DataParallel was made (a new layer, load_state_dict(assign=True), "

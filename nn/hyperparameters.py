@@ -37,12 +37,14 @@ class SettingsHash:
         for optimizer in optimizers:
             values = [value for group in optimizer.param_groups for value in group.values()]
             found = known.get(id(optimizer))
-            if found is None or len(found[1]) != len(values) or not all(map(is_, found[1], values)):
+            if found is not None and len(found[1]) == len(values) and all(map(is_, found[1], values)):
+                self._known[id(optimizer)] = found
+            else:
                 text = repr(described(optimizer, own))
                 found = optimizer, values, crc32(text.encode())
-            named = (item for group in optimizer.param_groups for item in group.items())
-            if all(name in _SKIPPED or _is_fixed(value) for name, value in named):
-                self._known[id(optimizer)] = found
+                named = (item for group in optimizer.param_groups for item in group.items())
+                if all(name in _SKIPPED or _is_fixed(value) for name, value in named):
+                    self._known[id(optimizer)] = found
             total += found[2]
         return 1 + total % (1 << 32)
 

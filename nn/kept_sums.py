@@ -29,9 +29,10 @@ class KeptSums:
         """Number of open `no_sync` blocks."""
         self.kept = False
         """True if gradients were added up in a `no_sync` block, and not reduced since."""
+        self.divides = op == "sum" and consensus.data.size > 1
+        """True if gradients are sums of several ranks, which a rank divides before a backward adds to them."""
         self._slots = slots
         self._consensus = consensus
-        self._sums = op == "sum" and consensus.data.size > 1
         self._ranks = 0
         """Number of ranks whose sum the gradients are, or 0 if they are no sum."""
         self._divided: set[int] = set()
@@ -58,7 +59,7 @@ class KeptSums:
 
     def hook_adders(self) -> None:
         """In a `no_sync` block, divide each sum before autograd adds to it."""
-        if not (self._sums and self.blocks):
+        if not (self.divides and self.blocks):
             return
         new = [slot for slot in self._slots if slot.parameter.requires_grad and slot.index not in self._adders]
         # A hook on the node that adds to `.grad`, which the node's caller keeps: `torch.autograd.grad` adds nothing.
@@ -97,7 +98,7 @@ class KeptSums:
     def note(self, end: Handle[None], ranks: int) -> None:
         """Note once that gradients are the sums over `ranks` ranks of the pass with this `end` (any thread)."""
         with self._lock:
-            if ranks and self._noted is not end:
+            if self.divides and ranks and self._noted is not end:
                 self._noted = end
-                self._ranks = ranks if self._sums else 0
+                self._ranks = ranks
                 self._divided = set()

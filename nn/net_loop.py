@@ -34,7 +34,7 @@ class NetLoop:
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of steps, which raise `OperationTimeout` when a collective is late."""
         self._granted: deque[Event] = deque()
-        """Turns of programs that have a permit, in their order."""
+        """Turns of programs that have a permit, and have not continued, in their order."""
 
     def run(self, what: str, program: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
         """Return the handle of `program(*args)`, which the loop runs (any thread)."""
@@ -51,7 +51,7 @@ class NetLoop:
     def resume(self, done: Done) -> None:
         """Continue a program, now or outside of the current task."""
         # The thread that polls devices holds the transport lock.
-        if asyncio.current_task() is None and not self.devices:
+        if asyncio.current_task(self.progress.loop) is None and not self.devices:
             done(None)
         else:
             self.progress.post(done, None)
@@ -67,6 +67,11 @@ class NetLoop:
 
         Callers continue in the order of their calls. Return the permit to release, or None if there is no limit.
         """
+        if not self._granted:
+            if not limited:
+                return None
+            if (permit := self.lane.take(nbytes)) is not None:
+                return permit
         turn, permit = Event(), None
         if limited:
             permit = self.lane.request(nbytes, partial(self._grant, turn))

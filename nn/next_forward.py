@@ -90,7 +90,7 @@ class UpdatedAhead(NetDriver, Generic[P]):
         self._unasked = set(self._left)
         try:
             with self._guards.forward():
-                loss = forward.first()
+                loss = forward.run()
         finally:  # a step that fails sends zeros from the memory of the last gradients
             self._finish()
         self._check_used(loss)

@@ -152,6 +152,8 @@ class PassMachine:
         """Order in which buckets are sent."""
         self.status: PassStatus | None = None
         self.error: BaseException | None = None
+        self.counts = False
+        """True if, as far as is known, all ranks have made the pass."""
         self.terms = terms
         self._loads = buckets
         self._rank = rank
@@ -163,7 +165,7 @@ class PassMachine:
         """Number of missing answers of the other ranks: to header, status and accounts."""
         self._failure: str | None = None
         """Traceback of this rank's error."""
-        self._unsendable: Exception | None = None
+        self._unsendable: BaseException | None = None
         """Reason why this rank cannot send a bucket that the others wait for."""
         self._actions: list[Action] = []
         """Actions of the current event."""
@@ -176,20 +178,16 @@ class PassMachine:
         if self.terms.header is not None:
             self._answers += 1
             self._actions.append(SumHeader())
-        if held:
-            self._close()
-        self._send()
-        return self._end_event()
+        return self._close() if held else self._advance()
 
     def filled(self, index: int) -> list[Action]:
         """Bucket `index` is full."""
         if self.stages[index] is Stage.FILLING:
             self.stages[index] = Stage.FULL
-        self._send()
-        return self._end_event()
+        return self._advance()
 
     def backward_ended(
-        self, error: BaseException | None = None, failure: str | None = None, unsendable: Exception | None = None
+        self, error: BaseException | None = None, failure: str | None = None, unsendable: BaseException | None = None
     ) -> list[Action]:
         """Backward has ended, with `error` (which `failure` describes to the others), and every bucket is full.
 
@@ -200,32 +198,30 @@ class PassMachine:
         self._failure, self._unsendable = failure, unsendable
         if self.phase is Phase.WAITING:
             self.phase = Phase.HELD
-        else:
-            self._close()
-            self._send()
-        return self._end_event()
+            return []
+        return self._close()
 
-    def _close(self) -> None:
+    def _close(self) -> list[Action]:
         self.phase = Phase.ENDING
         if self._unsendable is not None:
             self._stop_sending(self._unsendable)
         if self._window is not None and self._next < len(self.sequence):
             self.phase = Phase.AGREEING
+        self._answers += 1
         refused = self.terms.refused
         if refused is not None and StatusKind.JOIN not in refused.kinds:
-            self._take(refused)  # the others have taken this rank's question as its status in this pass
-        else:
-            self._answers += 1
-            self._actions.append(SumStatus(self._next, self._failure is not None or refused is not None))
+            return self.summed(refused)  # the others have taken this rank's question as its status in this pass
+        self._actions.append(SumStatus(self._next, self._failure is not None or refused is not None))
+        return self._advance()
 
     # --- buckets -----------------------------------------------------------------------------------------------------
 
     def queued(self, index: int) -> list[Action]:
         """The reduction of bucket `index` is queued on its device."""
         self.stages[index] = Stage.QUEUED
-        if self._counts:
+        if self.counts:
             self._actions.append(Settle(index))
-        return self._end_event()
+        return self._advance()
 
     def reduced(self, index: int) -> list[Action]:
         """Bucket `index` is reduced."""
@@ -234,20 +230,18 @@ class PassMachine:
         self._moving.remove(index)
         if self.terms.prompt:
             self._actions.append(Arrive(index))
-        if self._counts:
+        if self.counts:
             if not queued:  # else it was settled before
                 self._actions.append(Settle(index))
             if not self.terms.prompt:
                 self._actions.append(Arrive(index))
-        self._send()
-        return self._end_event()
+        return self._advance()
 
     def failed(self, index: int, error: BaseException) -> list[Action]:
         """The reduction of bucket `index` failed."""
         self._fail_bucket(index)
         self._fail(error)
-        self._send()
-        return self._end_event()
+        return self._advance()
 
     def unsent(self, index: int, error: Exception) -> list[Action]:
         """Bucket `index` could not be sent. If the communicator still works, the others would wait for the bucket."""
@@ -256,31 +250,11 @@ class PassMachine:
             self._fail(error)
         else:
             self._stop_sending(error)
-        return self._end_event()
+        return self._advance()
 
     def _fail_bucket(self, index: int) -> None:
         self.stages[index] = Stage.FAILED
         self._moving.remove(index)
-
-    def _send(self) -> None:
-        """Send full buckets, in the order of `sequence`, as far as the window allows."""
-        while self.phase in (Phase.BACKWARD, Phase.ENDING) and self._next < len(self.sequence):
-            index = self.sequence[self._next]
-            if self.stages[index] is not Stage.FULL:
-                return
-            if self._window is not None and len(self._moving) >= 2:
-                in_flight = sum(self._loads[i].nbytes for i in self._moving)
-                if in_flight + self._loads[index].nbytes > self._window:
-                    return
-            self._next += 1
-            self.stages[index] = Stage.MOVING
-            self._moving.add(index)
-            self._actions.append(Send(index))
-
-    @property
-    def _counts(self) -> bool:
-        """True if, as far as is known, all ranks have made the pass."""
-        return self.status is not None and self.error is None and self.status.sound
 
     # --- answers of the ranks ----------------------------------------------------------------------------------------
 
@@ -289,32 +263,13 @@ class PassMachine:
         self._answers -= 1
         if not status.all_are(StatusKind.JOIN):
             self._part(status)
-        return self._end_event()
+        return self._advance()
 
     def summed(self, status: PassStatus) -> list[Action]:
         """All ranks have sent a pass status."""
-        self._answers -= 1
-        self._take(status)
-        return self._end_event()
-
-    def explained(self, accounts: Sequence[PassAccount]) -> list[Action]:
-        """All ranks have sent an account."""
-        self._answers -= 1
-        assert self.status is not None
-        self._fail(explained(self.status, accounts, self._rank), lost=False)
-        return self._end_event()
-
-    def unanswered(self, error: BaseException) -> list[Action]:
-        """The exchange of headers, status or accounts failed."""
-        self._answers -= 1
-        self._fail(error)
-        if self.phase is Phase.AGREEING:  # no order will be agreed on
-            self._lose()
-        return self._end_event()
-
-    def _take(self, status: PassStatus) -> None:
         ready = [i for i, stage in enumerate(self.stages) if stage in (Stage.QUEUED, Stage.REDUCED)]
-        self.status = status
+        self._answers -= 1
+        self.status, self.counts = status, self.error is None and status.sound
         if StatusKind.JOIN in status.kinds:
             self._part(status)
         elif not status.sound:
@@ -324,11 +279,26 @@ class PassMachine:
             # No rank has sent more than `issued` buckets. All send the others in the order of the next forward.
             self.sequence[status.issued :] = reversed(self.sequence[status.issued :])
             self.phase = Phase.ENDING
-            self._send()
-        for index in ready if self._counts else ():
+        for index in ready if self.counts else ():
             self._actions.append(Settle(index))
             if self.stages[index] is Stage.REDUCED and not self.terms.prompt:
                 self._actions.append(Arrive(index))
+        return self._advance()
+
+    def explained(self, accounts: Sequence[PassAccount]) -> list[Action]:
+        """All ranks have sent an account."""
+        self._answers -= 1
+        assert self.status is not None
+        self._fail(explained(self.status, accounts, self._rank), lost=False)
+        return self._advance()
+
+    def unanswered(self, error: BaseException) -> list[Action]:
+        """The exchange of headers, status or accounts failed."""
+        self._answers -= 1
+        self._fail(error)
+        if self.phase is Phase.AGREEING:  # no order will be agreed on
+            self._lose()
+        return self._advance()
 
     def _part(self, status: PassStatus) -> None:
         """Fail, since only some ranks are in a `join` block: the ranks have no pass in common."""
@@ -336,9 +306,33 @@ class PassMachine:
         self._fail(MismatchError(text, rank=self._rank))
         self._actions.append(Abort(text, wholly=True))
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- after each event --------------------------------------------------------------------------------------------
 
-    def _stop_sending(self, error: Exception) -> None:
+    def _advance(self) -> list[Action]:
+        """Send full buckets, in the order of `sequence`, as far as the window allows. Return the event's actions.
+
+        End the pass if nothing is left.
+        """
+        while self.phase in (Phase.BACKWARD, Phase.ENDING) and self._next < len(self.sequence):
+            index = self.sequence[self._next]
+            if self.stages[index] is not Stage.FULL:
+                break
+            if self._window is not None and len(self._moving) >= 2:
+                in_flight = sum(self._loads[i].nbytes for i in self._moving)
+                if in_flight + self._loads[index].nbytes > self._window:
+                    break
+            self._next += 1
+            self.stages[index] = Stage.MOVING
+            self._moving.add(index)
+            self._actions.append(Send(index))
+        if self.phase is Phase.ENDING and not (self._moving or self._answers) and self._next == len(self.sequence):
+            self.phase = Phase.OVER
+            if self.error is not None:
+                self._actions.append(Fail(self.error))
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _stop_sending(self, error: BaseException) -> None:
         """Abort, since the others would wait for buckets that this rank cannot send."""
         self._lose()
         self._actions.append(Abort(f"rank {self._rank} cannot send its gradients: {error}", wholly=False))
@@ -346,7 +340,7 @@ class PassMachine:
 
     def _fail(self, error: BaseException, *, lost: bool = True) -> None:
         """Keep the first error. If `lost`, an error of the communicator means that nothing more can be sent."""
-        self.error = error if self.error is None else self.error
+        self.error, self.counts = error if self.error is None else self.error, False
         if lost and isinstance(error, AiodistError):
             self._lose()
         self._actions.append(Fail(self.error))
@@ -355,12 +349,3 @@ class PassMachine:
         self._next = len(self.sequence)
         if self.phase is Phase.AGREEING:
             self.phase = Phase.ENDING
-
-    def _end_event(self) -> list[Action]:
-        """Return the actions of the event. End the pass if nothing is in flight or to be sent."""
-        if self.phase is Phase.ENDING and not self._moving and not self._answers and self._next == len(self.sequence):
-            self.phase = Phase.OVER
-            if self.error is not None:
-                self._actions.append(Fail(self.error))
-        actions, self._actions = self._actions, []
-        return actions

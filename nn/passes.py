@@ -9,8 +9,10 @@ what to do, and `Pass` does it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from aiodist.communicator import parts_of
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Done, Handle, Operation, internals, kernel
+from aiodist.handles import Handle, Operation, internals, kernel
 from aiodist.handles.tracing import tracing
 from aiodist.nn.buckets import Bucket, CommHook, RowBucket
 from aiodist.nn.consensus import Consensus
@@ -49,11 +51,13 @@ class Pass:
     """The reduction of all buckets; every rank makes the same passes in the same order.
 
     `settled[i]` is done when bucket i may be used: a bucket on a CUDA device as soon as its reduction is queued there,
-    see `order`. `usable` is done when all buckets may be used. `finished` is done when all are reduced, or with the
-    error of the pass: this rank's, a `RemoteError` if another rank failed, or the communicator's. `over` is done when
-    nothing is in flight, however the pass ended.
+    see `order`. Only a pass with a `window` has these handles: otherwise no optimizer waits for a single bucket.
+    `usable` is done when all buckets may be used. `finished` is done when all are reduced, or with the error of the
+    pass: this rank's, a `RemoteError` if another rank failed, or the communicator's. `over` is done when nothing is in
+    flight, however the pass ended.
 
-    The thread of backward calls `full` and `end_backward`. Everything else happens in one program on the loop, `_run`.
+    The thread of backward calls `full` and `end_backward`. Everything else happens on the loop: `_receive` gives the
+    machine each event, and carries out what the machine then asks for.
     """
 
     def __init__(
@@ -77,6 +81,10 @@ class Pass:
         self.buckets = tuple(buckets)
         self.machine = PassMachine(self.buckets, terms, rank=consensus.data.rank, window=window, waits=waits)
         self.alone = alone
+        self.refused = terms.refused is not None
+        """True if the ranks knew before backward that the pass cannot count."""
+        self.filled: set[int] = set()
+        """Buckets that are full."""
         self.times = Times()
         self.on_arrival: Callable[[Bucket], None] | None = None
         """Called on the loop when a bucket is reduced."""
@@ -86,25 +94,25 @@ class Pass:
         self.finished: Handle[None] = self._handle("reduction of the gradients")
         self.usable = self._handle("gradients") if consensus.loop.devices else self.finished
         self.over: Handle[None] = self._handle("end of the reduction")
-        self.settled = [self._handle("reduction of a bucket") for _ in self.buckets]
+        self.settled = [] if window is None else [self._handle("reduction of a bucket") for _ in self.buckets]
+        self._settled: set[int] = set()
+        """Buckets that may be used."""
         # A state may be loaded before the status is sent.
         steps = consensus.steps
         self._marks = (steps.mark, steps.settings_hash) if terms.active else (None, 0)
         """Mark of the steps made, and hash of this step's settings."""
-        self._filled: set[int] = set()
         self._events: deque[tuple[Callable[..., list[Action]], tuple[Any, ...]]] = deque()
         """Methods of the machine to call, with their arguments."""
-        self._wake: Done | None = None
-        """Callback that continues the program, while it waits for an event."""
-        self._started = False
+        self._reacts = False
+        """True while events are handled, and after the end of the pass, so that no further event counts."""
         self.queues = DeviceQueues() if consensus.loop.devices else None
         """Reductions that are queued on devices, or None if all parameters are on the CPU."""
         self._late = False
         """True after a report of a late collective: one report for the pass is enough."""
         if before is not None and waits:
-            consensus.loop.progress.post(self._start, before)
+            consensus.loop.progress.post(consensus.loop.wait, before.over, self._report_late, self._begin)
         elif terms.header is not None:
-            consensus.loop.progress.post(self._start)
+            consensus.loop.progress.post(self._receive, self.machine.begin)
 
     def _handle(self, name: str) -> Handle[None]:
         operation: Operation[None] = Operation(self._consensus.loop.progress, name, polled=False)
@@ -112,11 +120,6 @@ class Pass:
         return operation.handle
 
     # --- what is known -----------------------------------------------------------------------------------------------
-
-    @property
-    def refused(self) -> bool:
-        """True if the ranks knew before backward that the pass cannot count."""
-        return self.machine.terms.refused is not None
 
     @property
     def status(self) -> PassStatus | None:
@@ -133,19 +136,10 @@ class Pass:
         """Number of ranks that had data, as soon as the status is known."""
         return 0 if self.machine.status is None else self.machine.status.active
 
-    def is_full(self, index: int) -> bool:
-        """Return True if bucket `index` is full."""
-        return index in self._filled
-
-    @property
-    def withholding(self) -> bool:
-        """True while some gradient may not be used."""
-        return not self.usable.done()
-
     def withholds(self, parameter: int) -> bool:
         """Return True while the gradient of the parameter with this id may not be used."""
         index = self._places.get(parameter)
-        if index is None or self.settled[index].done() or self.usable.done():
+        if index is None or index in self._settled or self.usable.done():
             return False
         return self.on_arrival is None or self.machine.stages[index] is not Stage.REDUCED
 
@@ -164,7 +158,7 @@ class Pass:
     def _fill(self, index: int, *, blank: bool = False) -> None:
         bucket, devices = self.buckets[index], self._consensus.loop.devices
         with bucket.lock:
-            if index in self._filled:
+            if index in self.filled:
                 return
             if blank:
                 bucket.blank()
@@ -174,34 +168,32 @@ class Pass:
                 bucket.fill()
             if self.queues is not None and bucket.on_device:
                 self.queues.full[index] = devices.filled(bucket.device)
-            self._filled.add(index)
+            self.filled.add(index)
 
     def end_backward(self, error: BaseException | None = None) -> None:
         """Send the remaining buckets; after an `error` of backward zeros, so that the other ranks do not wait."""
-        unsendable: Exception | None = None
-        try:
-            if error is None and self.machine.terms.active and not self.refused:
-                for index in range(len(self.buckets)):
-                    self._fill(index)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+        raised: BaseException | None = None
+        unsendable: BaseException | None = None
+        blank = error is not None or self.refused or not self.machine.terms.active
+        left = deque(index for index in range(len(self.buckets)) if index not in self.filled)
+        while left and unsendable is None:
             try:
-                for index in range(len(self.buckets)):
-                    self._fill(index, blank=True)
-            except Exception as raised:  # noqa: BLE001  - no memory even for zeros, or the device is lost
-                unsendable = raised
-                error = error or raised
-            self.times.backward_ended = perf_counter()
-            streams = self._consensus.loop.devices.currents()
-            failure = None if error is None else folded(error, programs=True)
-            self._consensus.loop.progress.post(self._end_backward, streams, error, failure, unsendable)
-
-    def _end_backward(self, streams: Iterable[torch.cuda.Stream], *outcome: Any) -> None:
-        for stream in streams:
-            self._consensus.loop.devices.time(stream, self.times.end_backward)
-        self._receive(self.machine.backward_ended, *outcome)
+                self._fill(left[0], blank=blank)
+                left.popleft()
+            except BaseException as failed:  # noqa: BLE001  - raised below
+                if blank:  # no memory even for zeros, or the device is lost
+                    unsendable = failed
+                else:
+                    raised, blank = failed, True
+                error = error or failed
+        self.times.backward_ended = perf_counter()
+        failure = None if error is None else folded(error, programs=True)
+        loop = self._consensus.loop
+        for stream in () if self.queues is None else loop.devices.currents():
+            loop.progress.post(loop.devices.time, stream, self.times.end_backward)
+        loop.progress.post(self._receive, self.machine.backward_ended, error, failure, unsendable)
+        if raised is not None:
+            raise raised
 
     def end_alone(self) -> None:
         """End a pass without other ranks, whose gradients stay in place."""
@@ -245,86 +237,62 @@ class Pass:
 
     # --- the program on the loop -------------------------------------------------------------------------------------
 
+    def _begin(self, _: BaseException | None) -> None:
+        """Begin, since nothing of the pass before is in flight."""
+        self._receive(self.machine.begin)
+
     def _receive(self, event: Callable[..., list[Action]], *args: Any) -> None:
-        """Continue the program with an event of the machine."""
+        """Give the machine an event. An event that comes meanwhile is handled next. End the pass after the last one."""
         self._events.append((event, args))
-        if not self._started:
-            self._start()
-        elif self._wake is not None:
-            wake, self._wake = self._wake, None
-            self._consensus.loop.resume(wake)
-
-    def _start(self, before: Pass | None = None) -> None:
-        if not self._started:
-            self._started = True
-            kernel.run(self._run(before), self._note_end)
-
-    async def _run(self, before: Pass | None) -> None:
-        """Reduce the buckets as they become full, agree on the status, and end the pass."""
-        machine, loop = self.machine, self._consensus.loop
-        if before is not None:
-            await kernel.transfer(loop.wait, before.over, self._report_late)
-        del before  # its gradients
-        if machine.phase in (Phase.WAITING, Phase.HELD):
-            self._events.appendleft((machine.begin, ()))
-        while machine.phase is not Phase.OVER:
-            if not self._events:
-                await kernel.transfers([(self._wait_event,)])
+        if self._reacts:
+            return
+        self._reacts = True
+        while self._events and self.machine.phase is not Phase.OVER:
             event, args = self._events.popleft()
             self._react(event, *args)
-        self._succeed()
-        await self._conclude(self)
-        if not self.over.done():
-            Operation.of(self.over).resolve(None)
-
-    def _note_end(self, _: None, error: BaseException | None) -> None:
-        """After an error that has left a program, refuse the net, so that no rank waits for this pass."""
-        if error is not None:
-            self._consensus.refuse(error)
-            self._fail(error)
-            self.abort()
-            if not self.over.done():
-                Operation.of(self.over).resolve(None)
-
-    def _wait_event(self, done: Done) -> None:
-        """Call `done` when there is an event."""
-        self._wake = done
+        self._reacts = self.machine.phase is Phase.OVER
+        if self._reacts and not self.over.done():
+            kernel.run(self._end(), self._note_end)
 
     def _react(self, event: Callable[..., list[Action]], *args: Any) -> None:
-        """Carry out the actions of an event, which may come while those of another event are carried out."""
-        for action in event(*args):
-            self._carry_out(action)
-
-    def _carry_out(self, action: Action) -> None:
-        consensus, machine = self._consensus, self.machine
-        match action:
-            case Send(index):
-                kernel.run(self._reduce(index), self._note_end)
-            case Settle(index):
-                self._settle(index)
-            case SumHeader():
-                kernel.run(self._ask(machine.header_summed, consensus.sum, machine.terms.header), self._note_end)
-            case SumStatus(issued, failed):
-                kernel.run(self._ask(machine.summed, consensus.conclude, self._status(issued, failed)), self._note_end)
-            case ExchangeAccounts(failure):
-                active = machine.terms.active
-                kernel.run(self._ask(machine.explained, consensus.accounts, failure, active), self._note_end)
-            case Arrive(index):
-                if self.on_arrival is not None:
-                    self.on_arrival(self.buckets[index])
-            case Fail(error):
-                self._fail(error)
-            case Abort(why, wholly):
-                consensus.abort(why, wholly=wholly)
-
-    async def _ask(self, event: Callable[..., list[Action]], question: Callable[..., Any], *args: Any) -> None:
-        """Continue with `event` and the ranks' answer to a question."""
+        """Carry out the actions of an event."""
         try:
-            answer = await question(*args, self._report_late)
+            for action in event(*args):
+                match action:
+                    case Send(index):
+                        kernel.run(self._reduce(index), self._note_end)
+                    case Settle(index):
+                        self._settle(index)
+                    case Arrive(index):
+                        if self.on_arrival is not None:
+                            self.on_arrival(self.buckets[index])
+                    case Fail(error):
+                        self._fail(error)
+                    case Abort(why, wholly):
+                        self._consensus.abort(why, wholly=wholly)
+                    case question:
+                        kernel.run(self._ask(question), self._note_end)
+        except BaseException as error:  # noqa: BLE001  - a fault of ours: no rank may wait for this pass
+            self._note_end(None, kernel.ours(error) if isinstance(error, Exception) else error)
+
+    async def _ask(self, question: SumHeader | SumStatus | ExchangeAccounts) -> None:
+        """Continue with the answer of the ranks to a question."""
+        consensus, machine, late = self._consensus, self.machine, self._report_late
+        event: Callable[..., list[Action]]
+        answer: Any
+        try:
+            match question:
+                case SumStatus(issued, failed):
+                    event, answer = machine.summed, await consensus.sum(self._status(issued, failed), late)
+                    consensus.answer = answer
+                case SumHeader():
+                    event, answer = machine.header_summed, await consensus.sum(machine.terms.header, late)
+                case ExchangeAccounts(failure):
+                    accounts = consensus.accounts(failure, machine.terms.active, late)
+                    event, answer = machine.explained, await accounts
         except Exception as error:  # noqa: BLE001  - the machine ends the pass
-            self._receive(self.machine.unanswered, error)
-        else:
-            self._receive(event, answer)
+            event, answer = machine.unanswered, error
+        self._receive(event, answer)
 
     async def _reduce(self, index: int) -> None:
         """Reduce a bucket, once the limit of the bytes in flight allows."""
@@ -337,7 +305,7 @@ class Pass:
             if permit is not None:
                 permit.release()
             self._react(machine.unsent, index, error)  # now: the next bucket must not be sent in the place of this one
-            self._receive(list)  # no action: the program looks if the pass has ended
+            self._receive(list)  # no action: the pass may have ended
             return
         self.times.began.setdefault(index, perf_counter())
         if bucket.on_device:
@@ -348,7 +316,12 @@ class Pass:
         failure = internals.error_of(handle)
         if failure is None:
             try:
-                self._finish_bucket(index)
+                began = self.times.began[index]
+                self.times.spans.append((began, perf_counter()))
+                if (trace := tracing.to) is not None:
+                    rank = parts_of(self._consensus.data).registry.channel.rank
+                    trace.span(f"bucket {index}", began, track="reductions", of_rank=rank, bytes=bucket.nbytes)
+                bucket.release()
             except Exception as error:  # noqa: BLE001  - the machine ends the pass
                 failure = error
         if failure is None:
@@ -357,14 +330,6 @@ class Pass:
         if self.queues is not None:
             self.queues.abort(index)
         self._receive(machine.failed, index, failure)
-
-    def _finish_bucket(self, index: int) -> None:
-        """Note the times of a reduced bucket, and release its memory."""
-        bucket, began = self.buckets[index], self.times.end(index)
-        if (trace := tracing.to) is not None:
-            rank = parts_of(self._consensus.data).registry.channel.rank
-            trace.span(f"bucket {index}", began, track="reductions", of_rank=rank, bytes=bucket.nbytes)
-        bucket.release()
 
     def _issue(self, index: int) -> Handle[Any]:
         bucket, consensus = self.buckets[index], self._consensus
@@ -393,8 +358,9 @@ class Pass:
 
     def _settle(self, index: int) -> None:
         """Give the parameters the gradients of a bucket."""
-        bucket, status, size = self.buckets[index], self.machine.status, self._consensus.data.size
+        bucket, status = self.buckets[index], self.machine.status
         assert status is not None
+        size = len(status.kinds)
         if self._consensus.op == "mean" and 0 < status.active < size:
             bucket.factor = size / status.active
             if not bucket.on_device:  # there the stream that uses it scales it, after its reduction
@@ -402,8 +368,10 @@ class Pass:
         bucket.place(status.columns.__getitem__, empty=not status.active)
         if not isinstance(bucket, RowBucket):
             self._hook.settle(bucket)
-        Operation.of(self.settled[index]).resolve(None)
-        if self.usable is not self.finished and all(handle.done() for handle in self.settled):
+        self._settled.add(index)
+        if self.settled:
+            Operation.of(self.settled[index]).resolve(None)
+        if self.usable is not self.finished and len(self._settled) == len(self.buckets):
             Operation.of(self.usable).resolve(None)
 
     def _report_late(self, error: OperationTimeout) -> None:
@@ -413,10 +381,25 @@ class Pass:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    async def _end(self) -> None:
+        self._succeed()
+        await self._conclude(self)
+        Operation.of(self.over).resolve(None)
+
     def _succeed(self) -> None:
         for handle in (self.finished, self.usable):  # `usable` too if there is no bucket
             if not handle.done():
                 Operation.of(handle).resolve(None)
+
+    def _note_end(self, _: None, error: BaseException | None) -> None:
+        """After an error that has left a program, refuse the net, so that no rank waits for this pass."""
+        if error is not None:
+            self.machine.phase = Phase.OVER
+            self._consensus.refuse(error)
+            self._fail(error)
+            self.abort()
+            if not self.over.done():
+                Operation.of(self.over).resolve(None)
 
     def _fail(self, error: BaseException) -> None:
         for handle in (self.finished, self.usable, *self.settled):
@@ -463,38 +446,32 @@ class DeviceQueues:
             fence.reached(None)
 
 
+@dataclass(slots=True)
 class Times:
     """Times of one pass, in seconds of `perf_counter`."""
 
-    def __init__(self) -> None:
-        self.backward_ended: float | None = None
-        """End of backward."""
-        self.began: dict[int, float] = {}
-        """Begin of each bucket's reduction: its issue, or the time when its device began."""
-        self.spans: list[tuple[float, float]] = []
-        """Begin and end of each finished reduction."""
-
-    def end(self, index: int) -> float:
-        """Note the end of a bucket's reduction, and return its begin."""
-        began = self.began[index]
-        self.spans.append((began, perf_counter()))
-        return began
+    backward_ended: float | None = None
+    """End of backward."""
+    began: dict[int, float] = field(default_factory=dict)
+    """Begin of each bucket's reduction: its issue, or the time when its device began."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each finished reduction."""
 
     def end_backward(self, when: float) -> None:
         """Note the end of backward on a device."""
         self.backward_ended = max(when, self.backward_ended or when)
 
-    def seconds(self, after: float = float("-inf")) -> float:
-        """Return the time `after` a moment in which reductions were in flight.
+    def seconds(self) -> tuple[float, float]:
+        """Return the time in which reductions were in flight, and the part of this time after the end of backward.
 
-        >>> times = Times()
-        >>> times.spans = [(0, 2), (1, 3), (5, 6)]
-        >>> times.seconds(), times.seconds(after=2)
+        >>> Times(2, spans=[(0, 2), (1, 3), (5, 6)]).seconds()
         (4.0, 2.0)
         """
-        total, end = 0.0, after
+        total, exposed, end = 0.0, 0.0, -inf
+        ended = inf if self.backward_ended is None else self.backward_ended
         for begin, until in sorted(self.spans):
             if until > end:
                 total += until - max(begin, end)
+                exposed += max(0.0, until - max(begin, end, ended))
                 end = until
-        return total
+        return total, exposed

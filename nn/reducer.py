@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, count
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 from torch.amp import GradScaler
 
-from aiodist.communicator import Communicator, parts_of
+from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Operation, Progress, Scheduler, internals, kernel
 from aiodist.nn.blocks import block_numbers
@@ -109,15 +109,13 @@ class Reducer:
         self.hooks = GradientHooks(
             module, self.slots, shared.kept, self.steps, self.devices, self.sums, alone=data.size == 1
         )
-        self._planner = Planner(self.slots, self._trained(), sizes, data.arena_empty)
+        trained = [slot.parameter.requires_grad for slot in self.slots]
+        self._planner = Planner(self.slots, trained, sizes, data.arena_empty)
         self._versions: list[int] = []
         """Versions of the parameters that this pass trains, at the begin of backward."""
-        self._take(self._plan.trained, self._plan.trained)
+        self._take(trained, trained)
 
     # --- parameters and buckets --------------------------------------------------------------------------------------
-
-    def _trained(self) -> list[bool]:
-        return [slot.parameter.requires_grad for slot in self.slots]
 
     def release(self) -> None:
         """Remove the hooks for good: another net may own the parameters now."""
@@ -130,22 +128,18 @@ class Reducer:
     @property
     def buckets(self) -> Sequence[Bucket]:
         """Buckets, in the order in which they are sent."""
-        return self._plan.buckets
+        return self._planner.plan.buckets
 
     @property
     def learnt(self) -> bool:
         """True if all ranks know the order of the gradients: buckets stay as they are."""
-        return self._plan.learnt is not None
-
-    @property
-    def _plan(self) -> BucketPlan:
-        return self._planner.plan
+        return self._planner.plan.learnt is not None
 
     def _take(self, trained: Sequence[bool], members: Sequence[bool]) -> None:
         """Train the parameters `trained`, and reduce the `members`, from now on."""
         self._planner.change(trained, members)
         self.hooks.take(members)
-        self.hooks.place(self._plan)
+        self.hooks.place(self._planner.plan)
 
     def keep_buckets(self, groups: list[list[int]] | None = None, *, urgent: bool, by: object) -> list[list[Slot]]:
         """Return the parameters that share a bucket; they stay together for `by`, and only their order is learnt.
@@ -158,7 +152,7 @@ class Reducer:
             raise RuntimeError(f"the net has {self.owner!r}: close() that first")
         self.urgent, self.kept_by = urgent, by
         kept = self._planner.keep(groups)
-        self.hooks.place(self._plan)
+        self.hooks.place(self._planner.plan)
         return kept
 
     def release_buckets(self, keeper: object) -> None:
@@ -174,7 +168,7 @@ class Reducer:
         before, self.hook, self.owner = self.hook, hook, owner
         hook.nbytes = before.nbytes
         self._planner.remake(make)
-        self.hooks.place(self._plan)
+        self.hooks.place(self._planner.plan)
         return before
 
     # --- passes: the thread of backward ------------------------------------------------------------------------------
@@ -184,9 +178,10 @@ class Reducer:
 
         Raises `RuntimeError` if one of them belongs to another net, or came to the module later.
         """
-        self.hooks.check_new()
-        if self._trained() == self._plan.trained:
-            return any(self.slots[index].parameter.grad is not None for index in self._plan.outside)
+        self.hooks.new_parameters.check()
+        plan = self._planner.plan
+        if [slot.parameter.requires_grad for slot in self.slots] == plan.trained:
+            return any(self.slots[index].parameter.grad is not None for index in plan.outside)
         for slot in self.slots:
             if slot.parameter.requires_grad and not self.hooks.owns(slot):
                 raise RuntimeError(
@@ -195,59 +190,54 @@ class Reducer:
                 )
         return True
 
-    @property
-    def can_end_alone(self) -> bool:
-        """True if the next pass needs no loop: there is no other rank, and gradients stay as they are."""
-        if self.data.size > 1 or self.consensus.joining or not isinstance(self.hook, Allreduce):
-            return False
-        ended = self.last is None or self.last.over.done()
-        return self.consensus.works and ended and all(type(bucket) is Bucket for bucket in self._plan.buckets)
-
-    def begin_alone(self) -> Pass:
-        """Return a pass as `begin` does, if `can_end_alone` and no code looks at a gradient before all are there."""
-        self._prepare(None)
-        this = self._made(Terms(self._plan.columns), alone=True)
-        self.hooks.begin(None)
-        return this
-
-    def begin(self, role: Role = Role.TRAINS, answer: PassStatus | None = None) -> Pass:
+    def begin(self, role: Role = Role.TRAINS, answer: PassStatus | None = None, *, whole: bool = False) -> Pass:
         """Return a new pass, to which gradients belong from now on.
 
         The last pass must be `over`, or `used` after the order was learnt. `answer` is the ranks' answer if this rank
-        has asked them before; if they disagree, the pass is `refused`.
+        has asked them before; if they disagree, the pass is `refused`. If `whole`, no code looks at a gradient before
+        all are there: without other ranks, gradients then stay as they are, and the pass needs no loop.
         """
-        refused = answer is not None and not self._accept(answer)
-        self._prepare(answer if refused else None, None if answer is None else answer.active)
-        header = None
-        if self.consensus.joining and answer is None:
-            header = self.consensus.header(self._plan, role)
-        self.hooks.report()
-        for bucket in self._plan.buckets:
-            bucket.open()
-        terms = Terms(
-            members=self._plan.columns,
-            active=role is not Role.IDLE,
-            prompt=not self.consensus.joining,
-            header=header,
-            refused=answer if refused else None,
-        )
-        this = self._made(terms)
-        self.hooks.begin(this)
-        self._versions = self._plan.versions()
-        return this
-
-    def _prepare(self, refused: PassStatus | None, ranks: int | None = None) -> None:
-        self.consensus.begin_pass(refused)
-        if self._planner.reorder():
-            self.hooks.place(self._plan)
-        self.sums.divide(ranks)
+        consensus, last, refused = self.consensus, self.last, None
+        if answer is not None and not self._accept(answer):
+            refused = answer
+        consensus.stopped_before, consensus.answer = consensus.stopped, refused
+        plan = self._planner.plan
+        if plan.new_order is not None:
+            self._planner.reorder(plan.new_order)
+            self.hooks.place(plan)
+        if self.sums.divides:
+            self.sums.divide(None if answer is None else answer.active)
         self.hook.rescale(self.scaler)
-
-    def _made(self, terms: Terms, *, alone: bool = False) -> Pass:
-        window, before = self.window if self.urgent else None, self.last if self.devices else None
-        args = self._plan.buckets, terms, self.hook, self.consensus, self._conclude
-        self.last = self.steps.current = Pass(*args, window=window, before=before, alone=alone)
-        return self.last
+        alone = (
+            whole
+            and self.data.size == 1
+            and not consensus.joining
+            and isinstance(self.hook, Allreduce)
+            and (last is None or last.over.done())
+            and consensus.works
+            and all(type(bucket) is Bucket for bucket in plan.buckets)
+        )
+        terms = Terms(plan.columns)
+        if not alone:
+            if not self.hooks.reports:
+                self.hooks.report()
+            terms = Terms(
+                members=plan.columns,
+                active=role is not Role.IDLE,
+                prompt=not consensus.joining,
+                header=consensus.header(plan, role) if consensus.joining and answer is None else None,
+                refused=refused,
+            )
+            for bucket in plan.buckets:
+                bucket.open()
+            self._versions = plan.versions()
+        window, before = self.window if self.urgent else None, last if self.devices else None
+        this = Pass(
+            plan.buckets, terms, self.hook, consensus, self._conclude, window=window, before=before, alone=alone
+        )
+        self.last = self.steps.current = this
+        self.hooks.begin(None if alone else this)
+        return this
 
     def _accept(self, answer: PassStatus) -> bool:
         """Train what all ranks train, if they train the same, and all have asked."""
@@ -255,10 +245,8 @@ class Reducer:
         wanted = answer.wanted() if asked else None
         if wanted is None:
             return False
-        trained, members = wanted
-        if answer.active and (
-            trained != self._plan.trained or not self._plan.members.issuperset(compress(count(), members))
-        ):
+        (trained, members), plan = wanted, self._planner.plan
+        if answer.active and (trained != plan.trained or not plan.members.issuperset(compress(count(), members))):
             self._take(trained, members)
         return True
 
@@ -272,35 +260,43 @@ class Reducer:
             this.end_alone()
             self._count(this)
             Operation.of(this.over).resolve(None)
+            self.last = self.steps.current = None
             return
         trouble = None
         if error is None and this.machine.terms.active and not (this.refused or this.alone):
-            trouble = self._surplus(this) or self._changed(this)
-            if trouble is None:
-                self._study(this)
+            trouble = self._trouble(this)
+            if trouble is None:  # learn from the order in which gradients came
+                plan = self._planner.plan
+                learning = plan.learning
+                missed = any(number not in this.filled and bucket.came() for number, bucket in enumerate(plan.buckets))
+                if learning or missed or plan.missed:
+                    plan.study(self.hooks.counts, missed=missed)
+                    if learning or plan.learning:
+                        self.hooks.place(plan)
         this.end_backward(error or trouble)
         if trouble is not None:
             raise trouble
 
-    def _surplus(self, this: Pass) -> RuntimeError | None:
-        """Return an error if a gradient came after its bucket was sent: backward used the parameter once more."""
-        for number, bucket in enumerate(self._plan.buckets):
-            late = [slot for slot in bucket.slots if this.is_full(number) and slot.surplus()]
-            if late:
-                self._plan.learning = True
-                self.hooks.place(self._plan)
-                return RuntimeError(
-                    f"parameter {late[0].name!r} got one more gradient in this backward than in earlier ones, after "
-                    "its bucket had gone: the next step sends it at its end, and learns from that"
-                )
-        return None
+    def _trouble(self, this: Pass) -> RuntimeError | None:
+        """Return an error if backward used a parameter once more after its bucket was sent, or changed a parameter.
 
-    def _changed(self, this: Pass) -> RuntimeError | None:
-        """Return an error if backward changed a parameter whose gradient `net.backward_iter` had not yielded."""
-        now = self._plan.versions()
+        A parameter may change if `net.backward_iter` has yielded its gradient.
+        """
+        plan = self._planner.plan
+        for number in this.filled:
+            for slot in plan.buckets[number].slots:
+                late = slot.parameter.grad
+                if late is not None and late is not slot.result and not slot.given:
+                    plan.learning = True
+                    self.hooks.place(plan)
+                    return RuntimeError(
+                        f"parameter {slot.name!r} got one more gradient in this backward than in earlier ones, after "
+                        "its bucket had gone: the next step sends it at its end, and learns from that"
+                    )
+        now = plan.versions()
         if now == self._versions:
             return None
-        for slot, before, after in zip(self._plan.trained_slots, self._versions, now, strict=True):
+        for slot, before, after in zip(plan.trained_slots, self._versions, now, strict=True):
             if before != after and this.withholds(id(slot.parameter)):
                 return RuntimeError(
                     f"parameter {slot.name!r} was changed while backward ran (torch counts {after - before} changes), "
@@ -310,26 +306,22 @@ class Reducer:
                 )
         return None
 
-    def _study(self, this: Pass) -> None:
-        """Learn from the order in which gradients came."""
-        plan = self._plan
-        learning = plan.learning
-        missed = any(not this.is_full(number) and bucket.came() for number, bucket in enumerate(plan.buckets))
-        plan.study(self.hooks.counts, missed=missed)
-        if learning or plan.learning:
-            self.hooks.place(plan)
-
     # --- passes: on the loop -----------------------------------------------------------------------------------------
 
     async def _conclude(self, this: Pass) -> None:
         """End a pass, whose collectives have ended; after the first, learn in which order rank 0's gradients came."""
         self._count(this)
-        status, plan = this.status, self._plan
-        if status is not None and StatusKind.CLOSE in status.kinds and this.error is not None:
+        status, plan, error = this.machine.status, self._planner.plan, this.machine.error
+        if status is not None and StatusKind.CLOSE in status.kinds and error is not None:
             self.consensus.parted = True
-            self.consensus.refuse(this.error)
-        if plan.learnt or status is None or not status.active or not status.sound:
-            return
+            self.consensus.refuse(error)
+        if not plan.learnt and status is not None and status.active and status.sound:
+            await self._learn(plan)
+        if error is None and not self.devices:  # with devices, the next pass may have begun
+            self.last = self.steps.current = None
+
+    async def _learn(self, plan: BucketPlan) -> None:
+        """Learn the order in which rank 0's gradients came."""
         try:
             told = self.consensus.comm.broadcast_object(plan.order)
         except AiodistError:  # the communicator was closed or aborted, which the next call reports
@@ -340,12 +332,12 @@ class Reducer:
 
     def _count(self, this: Pass) -> None:
         """Update the statistics, and note that the gradients are those of `this` pass."""
-        if this.machine.terms.active and this.error is None:
+        if this.machine.terms.active and this.machine.error is None:
             self.sums.kept = False
-        self.sums.note(this.over, this.participants)
+        if self.sums.divides:
+            self.sums.note(this.over, this.participants)
         known, times = self.statistics, this.times
-        nbytes, seconds = sum(bucket.nbytes for bucket in this.buckets), times.seconds()
-        exposed = 0.0 if times.backward_ended is None else times.seconds(times.backward_ended)
+        nbytes, (seconds, exposed) = sum([bucket.nbytes for bucket in this.buckets]), times.seconds()
         self.statistics = DataParallelStatistics(
             passes=known.passes + 1,
             buckets=known.buckets + len(times.spans),
@@ -382,8 +374,3 @@ class Reducer:
             self.consensus.passes = self.statistics.passes
             await self.consensus.issued(lambda: self.data.allreduce(list(tensors), "mean"))
         return answer
-
-    def name_caller(self, caller: Any, call: str) -> None:
-        """Let reports of operations from now on name that line, and the user's `call` there."""
-        for comm in (self.data, self.consensus.comm, *self.hook.comms):
-            parts_of(comm).dispatcher.oplog.name_caller(caller, call)

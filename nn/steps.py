@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, update_wrapper
 from inspect import signature
@@ -24,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aiodist.checkpoints.parts import bit_sums
 from aiodist.communicator import Communicator
+from aiodist.handles import Handle
 from aiodist.nn.buckets import with_values
 from aiodist.nn.hyperparameters import Lines, SettingsHash, described, optimizers_of
 from aiodist.nn.per_rank import Shared
@@ -123,9 +123,6 @@ class StepSettings:
         """The parts with state that continues over steps."""
         return [each for each in (self.scaler, *self.scheduler) if isinstance(each, Stateful)]
 
-    def casting(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.autocast is None else copy(self.autocast)  # it remembers the thread's mode
-
     def update(
         self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor] | None = None
     ) -> bool:
@@ -143,7 +140,8 @@ class StepSettings:
             groups = [{"params": [p for p in group["params"] if id(p) not in mine]} for group in groups]
             self._prepare_own(own)
         if self.scaler is None:
-            self._clip(groups, total)
+            if self.clip_norm is not None:
+                self._clip(groups, total, self.clip_norm)
             step()
             return True
         if self.scaler.is_enabled() and total is None and not self.divided and not _reduced(groups):
@@ -156,7 +154,8 @@ class StepSettings:
         try:
             if total is not None or self.divided:
                 target = self._agreed(groups, step, total)
-            self._clip(groups, total)
+            if self.clip_norm is not None:
+                self._clip(groups, total, self.clip_norm)
             self.scaler.step(cast(Optimizer, target))
         finally:
             self.scaler.update()
@@ -188,9 +187,7 @@ class StepSettings:
             norm = nn.utils.get_total_norm([each.grad for each in held])
             nn.utils.clip_grads_with_norm_(held, self.clip_norm, norm)
 
-    def _clip(self, groups: Groups, total: Callable[[Tensor], Tensor] | None) -> None:
-        if self.clip_norm is None:
-            return
+    def _clip(self, groups: Groups, total: Callable[[Tensor], Tensor] | None, most: float) -> None:
         clipped = [(held, self.divided.get(p)) for p, held in _reduced(groups)]
         norm = nn.utils.get_total_norm(held.grad for held, coll in clipped if coll is None)
         square, dtype = norm.double().square(), norm.dtype
@@ -202,7 +199,7 @@ class StepSettings:
             square = total(square.reshape(1))[0]
         if total is not None or self.divided:
             norm = square.sqrt().to(dtype)
-        nn.utils.clip_grads_with_norm_([held for held, _ in clipped], self.clip_norm, norm)
+        nn.utils.clip_grads_with_norm_([held for held, _ in clipped], most, norm)
 
     def advance(self) -> None:
         """A step was made."""
@@ -253,8 +250,8 @@ class InFlight(Protocol):
     """A pass, as far as a step of an optimizer looks at it."""
 
     @property
-    def withholding(self) -> bool:
-        """True while some gradient is not reduced."""
+    def usable(self) -> Handle[None]:
+        """Handle that is done when all gradients are reduced."""
 
     def withholds(self, parameter: int) -> bool:
         """Return True while the gradient of the parameter with this id is not reduced."""
@@ -285,21 +282,21 @@ class Steps:
         """The thread that runs a backward of the net; None between two of them."""
         self.settings_hash = 0
         """A hash of the settings of the newest pass's step; 0 if they are not known."""
-        self._declared: tuple[object, StepSettings | None] = None, None
-        """The optimizer or driver of the step in flight, and its settings."""
+        self.declared: tuple[object, StepSettings | None] = None, None
+        """The optimizer or driver of the next pass's step, and its settings."""
         self._compared: tuple[list[Optimizer], StepSettings | None] = [], None
         """The optimizers, and the other settings, that have this `settings_hash`."""
         self._hash = SettingsHash()
         self.partial = False
         """True in a backward of a list of closures that is not the last one, and leaves gradients on this rank."""
         self.current: InFlight | None = None
-        """The newest pass."""
+        """The newest pass, or None after its end."""
         self._module = shared.module
         self.names: Mapping[int, str] = {id(parameter): name for name, parameter in shared.named_parameters()}
         """Names of the parameters that the net reduces, by their ids."""
         self._own: frozenset[int] = frozenset()
         """Parameters that this rank keeps for itself, by their ids."""
-        self._trusted: tuple[Optimizer, list[list[Tensor]]] | None = None
+        self._trusted: tuple[Optimizer, list[Tensor]] | None = None
         """The optimizer that was looked at last, with the parameters that it had."""
         self._since: dict[int, object] | None = None
         """Optimizers that stepped since the last backward, by their id; None before the first backward."""
@@ -325,10 +322,12 @@ class Steps:
     @classmethod
     def _about_to_step(cls, opt: Optimizer, *_: object) -> None:
         for ref in cls._every:
-            if (steps := ref()) is not None:
+            if (steps := ref()) is None or steps._aside == get_ident():
+                continue
+            if steps.partial or (steps.current is not None and not steps.current.usable.done()):
                 steps._check_reduced(opt)
-                if steps._counts(opt):
-                    steps.check_known(opt, used=True)
+            if steps._counts(opt):
+                steps.check_known(opt, used=True)
 
     @classmethod
     def _stepped(cls, opt: Optimizer, *_: object) -> None:
@@ -345,9 +344,6 @@ class Steps:
     def _check_reduced(self, opt: Optimizer) -> None:
         """Raise RuntimeError if `opt` would step parameters whose gradients are not reduced."""
         current = self.current
-        in_flight = current is not None and current.withholding
-        if not (self.partial or in_flight) or self._aside == get_ident():
-            return
         within = self.partial or self.thread == get_ident()
         for parameter in (id(p) for group in opt.param_groups for p in group["params"]):
             if parameter in self.names and (within or (current is not None and current.withholds(parameter))):
@@ -370,12 +366,14 @@ class Steps:
 
         With `used` only those that have a gradient count. Costs 25 us for 1,000 parameters as long as they stay.
         """
-        groups = [group["params"] for group in opt.param_groups]
-        if self._trusted is not None and self._trusted[0] is opt and _same(self._trusted[1], groups):
-            return
-        here = [id(p) in self.names or id(p) in self._own for params in groups for p in params]
+        parameters = [p for group in opt.param_groups for p in group["params"]]
+        if self._trusted is not None and self._trusted[0] is opt:
+            trusted = self._trusted[1]
+            if len(trusted) == len(parameters) and all(map(is_, trusted, parameters)):
+                return
+        here = [id(p) in self.names or id(p) in self._own for p in parameters]
         if all(here):
-            self._trusted = opt, [list(params) for params in groups]
+            self._trusted = opt, parameters
             return
         if not any(here):  # it has copies of all, or is not this net's
             return
@@ -413,16 +411,12 @@ class Steps:
         """A backward begins: what was noted before it counts. The last one must be over."""
         noted, self._since = self._since or {}, {}
         self.made += len(noted)
-        (driver, settings), self._declared = self._declared, (None, None)
+        (driver, settings), self.declared = self.declared, (None, None)
         stepped = noted.values() if driver is None else (*noted.values(), driver)
         optimizers = list({id(opt): opt for each in stepped for opt in optimizers_of(each)}.values())
         self._compared = optimizers, settings
         text = "" if settings is None else settings.described
         self.settings_hash = self._hash.of(optimizers, text, self._own) if noted or settings is not None else 0
-
-    def declare(self, driver: object, settings: StepSettings) -> None:
-        """The next pass is that of a step with these."""
-        self._declared = driver, settings
 
     def settings_lines(self) -> Lines:
         """Return the settings with the hash `settings_hash`, in words."""
@@ -498,13 +492,6 @@ def check_only(opt: Optimizer, given: Container[int], what: str) -> None:
             "would come to differ. Train it in one net with the others (`aiodist.engine.WithCriterion` for a "
             "criterion), or if each rank keeps its own by an optimizer of its own"
         )
-
-
-def _same(known: Sequence[Sequence[Tensor]], now: Sequence[Sequence[Tensor]]) -> bool:
-    """Return True if all are the same objects."""
-    return len(known) == len(now) and all(
-        len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(known, now, strict=True)
-    )
 
 
 def hash_of(tensors: Sequence[Tensor]) -> int:

@@ -93,8 +93,8 @@ class PassStepper:
 
     def by_all(self) -> bool:
         """Return True if all ranks have made the last step, which is finished."""
-        last = reducer_of(self._net).last
-        return last is not None and last.participants == self._net.coll.size
+        answer = reducer_of(self._net).consensus.answer
+        return answer is not None and answer.sound and answer.active == self._net.coll.size
 
     def epoch(self) -> AbstractAsyncContextManager[object]:
         """Return the block of an epoch, where ranks without more data wait, and learn of a failed rank."""

@@ -253,19 +253,22 @@ async def test_n18_a_step_whose_await_is_cancelled_is_made(coll: Communicator) -
     net = await DataParallel.create(Trial.Mlp(), coll)
     local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     alone = Alone(coll.size, "sgd", "plain")
+    begin = asyncio.get_running_loop().call_soon_threadsafe
+
+    def loss(step: int, begun: asyncio.Event, cancelled: threading.Event) -> Tensor:
+        begin(begun.set)
+        assert cancelled.wait(30)
+        return Trial.loss(net, coll.rank, step)
+
     for step in range(4):
         alone.step(step, every=2)
-        begin = threading.Event()
-
-        def forward(step: int = step, begin: threading.Event = begin) -> Tensor:
-            assert begin.wait(20)
-            return Trial.loss(net, coll.rank, step)
-
-        task = asyncio.ensure_future(net.step(forward, local))
-        await asyncio.sleep(0)
+        begun, cancelled = asyncio.Event(), threading.Event()
+        task = asyncio.ensure_future(net.step(loss, local, step, begun, cancelled))
+        await begun.wait()
         if coll.rank == 1:
             task.cancel()
-        begin.set()
+            await asyncio.wait([task])
+        cancelled.set()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled() == (coll.rank == 1)
     await local.flush()

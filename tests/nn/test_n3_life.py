@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from aiodist import Communicator
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel
 from aiodist.testing import gather_ranks, run_ranks
-from aiodist.testing.seams.progress import compute_of
+from aiodist.testing.seams.progress import compute_of, reducer_of
 from tests.nn.conftest import Trial
+from tests.support.in_backward import in_backward
+from tests.support.until import until
 
 
 def compute_threads() -> list[str]:
@@ -70,6 +73,25 @@ async def test_n3_the_loop_goes_on_meanwhile(coll: Communicator) -> None:
     assert await coll.allreduce(1) == 2
     go.set()
     assert (await step).shape == ()
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n3_a_pass_is_released_at_its_end(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, **Trial.SMALL)
+    passes: list[Any] = []
+
+    def note() -> None:
+        passes.append(weakref.ref(reducer_of(net).last))
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = in_backward(net(x), note)
+        return out
+
+    for step in range(3):
+        await net.step(partial(Trial.loss, forward, coll.rank, step), opt)
+        await until(lambda: all(ref() is None for ref in passes))
+        assert reducer_of(net).last is None
+    assert len(passes) == 3
 
 
 @pytest.mark.ranks(2)
