@@ -96,9 +96,9 @@ class OpenCommunicators(Generic[C]):
     # --- failures ----------------------------------------------------------------------------------------------
 
     def lost(self, exit: Exit) -> None:
-        """Report the loss of a rank to the communicators of that rank."""
+        """Report the loss of a rank to the communicators of that rank, or of the hub to those without its host."""
         for dispatcher in self.dispatchers:
-            if exit.rank < 0 or exit.rank in dispatcher.ranks:
+            if exit.rank in dispatcher.ranks or (exit.rank < 0 and exit.host not in dispatcher.ranks):
                 dispatcher.lifetime.peer_lost(exit)
 
     def device_failed(self, name: str, error: AiodistError) -> None:

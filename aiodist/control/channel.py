@@ -138,7 +138,7 @@ class Channel(ABC):
         """Call `fn(exit)` for each rank that leaves without a goodbye, also for earlier losses.
 
         The connection of the rank broke, its heartbeats stopped, or it reported a failure. A lost hub counts as the
-        rank in whose process it ran, or as `HUB`. `fn` runs on the thread of the subscribers.
+        rank in whose process it ran, if any, then as `HUB`. `fn` runs on the thread of the subscribers.
         """
         self._check_open()
         self._post(self._watch, fn)

@@ -216,6 +216,7 @@ class SocketChannel(Channel):
 
     def _lose(self, exit: Exit) -> None:
         if self._lost is None:
+            hub = replace(exit, rank=HUB, host=exit.rank)
             earlier = self._exits.get(exit.rank)
             if earlier is not None and not earlier.clean:
                 exit = earlier  # the rank with the hub has reported the cause before
@@ -224,6 +225,7 @@ class SocketChannel(Channel):
             self._lost = exit
             if not self._closing:
                 self._left(exit)
+                self._left(hub)  # communicators without that rank would learn of no later loss
         settle(self.ready, None, self._gone())
         while self._replies:
             _, resolve = self._replies.popitem()

@@ -11,7 +11,7 @@ from aiodist.errors import PeerLost, RemoteError
 from aiodist.handshake import Refused
 
 HUB: Final = -1
-"""Stands for the hub in place of a rank, if the hub runs in no rank's process."""
+"""Stands for the hub in place of a rank."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Exit:
     """Traceback that the rank reported, or ""."""
     exitcode: int | None = None
     """Exit code that the rank reported, or None, as for a killed process."""
+    host: int | None = None
+    """Rank in whose process the lost hub ran, or None for a hub in the launcher and for a rank."""
 
     def error(self) -> PeerLost | RemoteError:
         """Return the exception for this exit: `RemoteError` if a traceback is known, otherwise `PeerLost`."""

@@ -174,6 +174,8 @@ async def test_the_death_of_the_rank_that_hosts_the_hub_names_it(tmp_path: Path)
         exit = await lost.take()
         assert (exit.rank, exit.clean) == (0, False)
         assert "the hub, which rank 0 hosted, was lost" in exit.cause
+        then = await lost.take()
+        assert (then.rank, then.clean) == (HUB, False)
         with pytest.raises(PeerLost) as caught:
             await channel.get("k")
         assert caught.value.lost == 0

@@ -114,6 +114,18 @@ def test_l4_variables_of(jobs: Jobs, starter: str) -> None:
     assert {line for end in ended for line in end.text.splitlines()} == lines("shm")
 
 
+def test_l4_the_loss_of_rank_0_with_the_hub_aborts_communicators_without_rank_0(jobs: Jobs) -> None:
+    """The other ranks would no longer learn of the loss of one another."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    with ExitStack() as stack:
+        command = [sys.executable, *jobs.stub("hub_lost.py")]
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
+        started = [stack.enter_context(jobs.started(command, **meeting, **place)) for place in places]
+        ended = [jobs.finish(process) for process in started]
+    assert [end.code for end in ended[1:]] == [0, 0], ended
+    assert all(end.text.startswith("raised: the hub left: the hub, which rank 0 hosted, was lost") for end in ended[1:])
+
+
 @pytest.mark.thorough
 def test_l4_torchrun_itself(jobs: Jobs) -> None:
     arguments = ("--nproc-per-node", "2", "--master-port", free_port(), str(PROGRAMS / "pair.py"), "well")
