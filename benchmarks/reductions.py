@@ -25,7 +25,7 @@ async def measure(session: Session) -> list[Record]:
     for nbytes in session.plan.sizes or default_sizes(session.dtype.itemsize):
         others = []
         if "copy" in session.plan.peers:
-            made = collectives.buffers(session, op, nbytes)
+            made = collectives.buffers(session.coll, op, nbytes, session.dtype)
             copied = partial(torch.empty_like(made.t).copy_, made.t)
             others.append(Contender("copy", copied, overwrite=collectives.overwriting(made)))
         records += await collectives.measure_size(session, op, nbytes, others=others)

@@ -36,7 +36,7 @@ async def measure_size(
     session: Session, op: str, nbytes: int, *, name: str | None = None, others: Sequence[Contender] = ()
 ) -> list[Record]:
     """Measure `op` on `nbytes` of input of each rank, in turn with `others`; `name` of the records defaults to `op`."""
-    measured = buffers(session, op, nbytes).t.nbytes
+    measured = buffers(session.coll, op, nbytes, session.dtype).t.nbytes
     found = [*contenders(session, op, nbytes), *others]
     times = await interleaved(found, session.fence, pace(measured, session.plan.repeat))
     return await session.timed(name or op, measured, times)
@@ -48,17 +48,18 @@ def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
     Each overwrites its own tensors: tensors that another contender has just used would be in the caches.
     """
     found = []
+    make = partial(buffers, session.coll, op, nbytes, session.dtype)
     for impl in session.impls:
         if impl == "auto" or op not in _WITHOUT_IMPL:
-            made, empty = buffers(session, op, nbytes), session.coll.arena_empty
+            made, empty = make(), session.coll.arena_empty
             if impl == "arena":  # the same tensors, in memory that the ranks of a host share
                 out = None if made.out is None else empty(made.out.shape, made.out.dtype).zero_()
                 made = replace(made, t=empty(made.t.shape, made.t.dtype).zero_(), out=out)
             call = ours(session.coll, op, made, session.keywords(impl))
             found.append(Contender(f"aiodist:{impl}", call, awaited=True, overwrite=overwriting(made)))
     for peer in session.peers:
-        for i in range(len(peer.contenders(op, buffers(session, op, nbytes)))):
-            made = buffers(session, op, nbytes)
+        for i in range(len(peer.contenders(op, make()))):
+            made = make()
             found.append(replace(peer.contenders(op, made)[i], overwrite=overwriting(made)))
     return found
 
@@ -71,10 +72,10 @@ def overwriting(made: Buffers) -> Callable[[], Any] | None:
     return partial(made.t.fill_, 1) if made.t.nbytes >= OVERWRITTEN_BYTES else None
 
 
-def buffers(session: Session, op: str, nbytes: int) -> Buffers:
+def buffers(coll: Communicator, op: str, nbytes: int, dtype: torch.dtype = torch.float32) -> Buffers:
     """Return tensors for `op`; inputs with blocks are shortened to blocks of equal size, at least one element."""
-    ranks, rank = session.coll.size, session.coll.rank
-    numel = nbytes // session.dtype.itemsize
+    ranks, rank = coll.size, coll.rank
+    numel = nbytes // dtype.itemsize
     block = max(1, numel // ranks)
     if op in _CUT:
         numel = block * ranks
@@ -88,7 +89,7 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
         "sendrecv": numel,
     }.get(op)
     # written once, so that the memory exists; a sum of zeros stays zero
-    zeros = partial(torch.full, fill_value=0, dtype=session.dtype, device="cpu")
+    zeros = partial(torch.full, fill_value=0, dtype=dtype, device="cpu")
     return Buffers(rank, ranks, zeros((numel,)), None if out is None else zeros((out,)))
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import aiodist
 from aiodist.bench import collectives
-from aiodist.bench.plan import Plan, carry_out
-from aiodist.bench.session import Session
+from aiodist.bench.plan import carry_out
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.bench.tuning import Tuning
 from aiodist.collectives.choice.availability import OfferState
@@ -56,8 +55,7 @@ async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int
 
     The first few samples drop the implementations that are far too slow.
     """
-    session = Session(Plan(operation, coll.size, (), ()), coll, (), (), coll.barrier)
-    made = collectives.buffers(session, operation, nbytes)
+    made = collectives.buffers(coll, operation, nbytes)
     overwrite = collectives.overwriting(made)
 
     async def seconds_of(

@@ -28,7 +28,7 @@ async def measure(op: str, sizes: tuple[int, ...]) -> list[Record]:
         plan = Plan(op, coll.size, ("auto",), (), sizes=sizes, repeat=2)
         session = Session(plan, coll, ("auto",), (), coll.barrier)
         # What is cut into blocks has at least one element for each rank.
-        assert collectives.buffers(session, op, 4).t.nbytes == 4 * (coll.size if op in CUT else 1)
+        assert collectives.buffers(coll, op, 4).t.nbytes == 4 * (coll.size if op in CUT else 1)
         return await collectives.measure(session)
 
 
