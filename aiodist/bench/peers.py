@@ -79,13 +79,9 @@ async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list
 async def _mpi4py(coll: Communicator) -> AsyncIterator[OtherLibrary]:
     """Open mpi4py on a duplicate of COMM_WORLD."""
     try:
-        from mpi4py import MPI
+        native, starts, comm = await asyncio.to_thread(_mpi_world)
     except ImportError as error:
         raise BackendUnavailable(f"--against mpi4py: {error}") from error
-    starts = not MPI.Is_initialized()  # aiodist uses another backend
-    if starts:
-        await asyncio.to_thread(MPI.Init_thread, MPI.THREAD_MULTIPLE)
-    comm = await asyncio.to_thread(MPI.COMM_WORLD.Dup)
     if (comm.size, comm.rank) != (coll.size, coll.rank):
         raise ConfigError(
             f"--against mpi4py: rank {coll.rank} of {coll.size} is rank {comm.rank} of {comm.size} in MPI; "
@@ -96,17 +92,27 @@ async def _mpi4py(coll: Communicator) -> AsyncIterator[OtherLibrary]:
         """Return the blocking and the non-blocking form."""
         if op != "barrier" and b.t.dtype not in _MPI_DTYPES:
             return []
-        blocking, started = _mpi_calls(comm, op, MPI.IN_PLACE, b)
+        blocking, started = _mpi_calls(comm, op, native.IN_PLACE, b)
         return [Contender(f"mpi4py:{op}", blocking), Contender(f"mpi4py:i{op}", started)]
 
-    library = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
+    library = " ".join(native.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
     try:
         version = f"mpi4py {metadata.version('mpi4py')} over {library}"
         yield OtherLibrary("mpi4py", version, contenders, comm.Barrier, comm)
     finally:
         comm.Free()
         if starts:
-            MPI.Finalize()
+            native.Finalize()
+
+
+def _mpi_world() -> tuple[Any, bool, MPI.Intracomm]:
+    """Return the module, True if this call initialised MPI, and a duplicate of COMM_WORLD."""
+    from mpi4py import MPI
+
+    starts = not MPI.Is_initialized()
+    if starts:  # aiodist uses another backend
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI, starts, MPI.COMM_WORLD.Dup()
 
 
 def _mpi_calls(
