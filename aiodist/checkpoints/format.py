@@ -196,7 +196,7 @@ def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
-_VERSION = 2
+_VERSION = 3
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors of a reader for JSON that was changed after the write."""
 
@@ -219,7 +219,7 @@ class Manifest:
     tensors: dict[str, list[TensorEntry]]
     """Pieces of each tensor, one at least, which fill the tensor once in this order."""
     parts: list[Json]
-    extra: Json
+    metadata: Json
     own: list[Json]
     """Own state of each rank."""
 
@@ -233,7 +233,7 @@ class Manifest:
             "files": self.files,
             "tensors": tensors,
             "parts": self.parts,
-            "extra": self.extra,
+            "metadata": self.metadata,
             "own": self.own,
         }
         second = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -259,7 +259,7 @@ def commit(
     number: int,
     written: Sequence[tuple[Json, Json, Json]],
     parts: list[Json],
-    extra: Json,
+    metadata: Json,
 ) -> Path:
     """Write the manifest of checkpoint `number`, and commit the folder.
 
@@ -277,7 +277,7 @@ def commit(
     for pieces in tensors.values():
         pieces.sort(key=lambda piece: (piece.start, piece.numel))
     check_filled(tensors)
-    manifest = Manifest(files, tensors, parts, extra, [own for *_, own in written])
+    manifest = Manifest(files, tensors, parts, metadata, [own for *_, own in written])
     with folders.new_file(part / folders.MANIFEST) as fd:
         folders.write_all(fd, memoryview(manifest.packed()))
     return folders.commit(path, number)
@@ -324,7 +324,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         raise ValueError("a header is longer than its file")
     tensors = {name: _pieces(name, said, files) for name, said in content["tensors"].items()}
     check_filled(tensors)
-    return Manifest(files, tensors, content["parts"], content["extra"], content["own"])
+    return Manifest(files, tensors, content["parts"], content["metadata"], content["own"])
 
 
 def _pieces(name: str, said: dict[str, Any], files: Sequence[FileFacts]) -> list[TensorEntry]:

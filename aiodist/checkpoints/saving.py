@@ -410,7 +410,7 @@ class _Load:
             for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
                 if (why := misfit(part, state)) is not None:
                     raise PartsDiffer(f"{folder}: {name_of(number)}: {why}")
-            self.metadata = decode(manifest.extra, reader.tensor)
+            self.metadata = decode(manifest.metadata, reader.tensor)
             reader.check_rest(coll.rank, coll.size)
             self.ranks = len(manifest.files)
 

@@ -164,7 +164,7 @@ def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def written(path: Path, text: bytes) -> None:
-    first = f'{{"aiodist checkpoint":2,"nbytes":{len(text)},"sha256":"{sha256(text).hexdigest()}"}}\n'
+    first = f'{{"aiodist checkpoint":3,"nbytes":{len(text)},"sha256":"{sha256(text).hexdigest()}"}}\n'
     path.write_bytes(first.encode() + text + b"\n")
 
 
@@ -197,8 +197,8 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file's bytes": lambda c: c["files"][1].__setitem__(0, 1 << 60),
     "a header's bytes": lambda c: c["files"][1].__setitem__(1, 1 << 60),
     "an unknown tensor": lambda c: c["parts"][0]["state"]["map"].update({"0.bias": {"tensor": "net/5"}}),
-    "an unknown value": lambda c: c.update(extra={"pickle": "gASVAAAAAAAA"}),
-    "an array of bfloat16": lambda c: (tensor(c).update(dtype="BF16"), c.update(extra={"array": "net/0.weight"})),
+    "an unknown value": lambda c: c.update(metadata={"pickle": "gASVAAAAAAAA"}),
+    "an array of bfloat16": lambda c: (tensor(c).update(dtype="BF16"), c.update(metadata={"array": "net/0.weight"})),
     "a part": lambda c: c.update(parts=[3]),
     "kinds": lambda c: [each.update(kinds=3) for each in c["own"]],
     "own": lambda c: c.update(own=[3, 4]),
@@ -216,18 +216,18 @@ def test_n17_nothing_that_a_manifest_says_is_trusted(folder: Path, what: str) ->
 @pytest.mark.parametrize("depth", [20_000, 1_000_000])
 def test_n17_a_manifest_that_is_nested_too_deep(folder: Path, depth: int) -> None:
     """Python 3.14 reads the first: what the value is made of is too deep then."""
-    path, given = folder / MANIFEST, b'"extra":[1,"two"]'
+    path, given = folder / MANIFEST, b'"metadata":[1,"two"]'
     content = path.read_bytes().splitlines()[1]
     assert given in content
-    written(path, content.replace(given, b'"extra":' + b"[" * depth + b"]" * depth))
+    written(path, content.replace(given, b'"metadata":' + b"[" * depth + b"]" * depth))
     assert str(folder) in damage(folder)
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_n17_a_manifest_of_another_version_says_so(folder: Path, version: int) -> None:
     path = folder / MANIFEST
-    path.write_bytes(path.read_bytes().replace(b'checkpoint":2,', b'checkpoint":%d,' % version, 1))
-    assert f"version {version}: expected 2" in damage(folder)
+    path.write_bytes(path.read_bytes().replace(b'checkpoint":3,', b'checkpoint":%d,' % version, 1))
+    assert f"version {version}: expected 3" in damage(folder)
 
 
 def test_n17_a_manifest_is_read_as_it_was_written(folder: Path) -> None:

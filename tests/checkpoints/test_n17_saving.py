@@ -639,7 +639,7 @@ async def test_n17_the_manifest_is_json_that_others_read(coll: Communicator, tra
     first, second = (folder / "manifest.json").read_text().splitlines()
     assert json.loads(first)["nbytes"] == len(second)
     content = json.loads(second)
-    assert content["extra"] == {"map": {"best": {"float": "inf"}}}
+    assert content["metadata"] == {"map": {"best": {"float": "inf"}}}
     described = content["tensors"]["net/0.weight"]
     assert (described["dtype"], described["shape"]) == ("F64", [301, 110])
     ((file, offset, start, numel, _),) = described["pieces"]
