@@ -165,7 +165,7 @@ class LocalSGD(NetDriver):
                 raise ValueError(f"{name}={steps!r}: expected a whole number of steps, at least {least}")
         self.optimizer = optimizer
         self.outer: Optimizer | None = None
-        """Optimizer of the centre, or None. Its learning rates may be changed between two steps."""
+        """Optimizer of the centre, or None; the user may change its learning rates between two steps."""
         self._every, self._start, self._overlap = every, start, overlap
         self._plain = every == 1 and outer is None and not overlap
         """True if all steps are ordinary ones: for plain SGD, averages would equal reduced gradients."""

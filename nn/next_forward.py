@@ -70,7 +70,7 @@ class UpdatedAhead(NetDriver, Generic[P]):
     def make_updates(self) -> None:
         """Do the work of `flush`, on the compute thread; `aiodist.save` calls it."""
         self._finish()
-        self._tell()
+        self._raise_failed()
 
     def _use(self, parts: Sequence[P]) -> None:
         """Return when `parts` may be used."""
@@ -101,10 +101,10 @@ class UpdatedAhead(NetDriver, Generic[P]):
         try:
             return self._compute.reduce(prepare)[1]
         except CommunicatorError:
-            self._tell()  # an earlier error says why
+            self._raise_failed()  # an earlier error says why
             raise
 
-    def _tell(self) -> None:
+    def _raise_failed(self) -> None:
         """Raise the error of an update, once."""
         failed, self._failed = self._failed, None
         if failed is not None:

@@ -83,7 +83,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         come = expected_state(net, self, self.load_state_dict)
         groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
-        """Settings of the step whose updates are not finished."""
+        """Settings of the newest step."""
         self._parts = [
             _BucketOptimizer(slots, make_optimizer)
             for slots in reducer_of(net).keep_buckets(groups, urgent=True, by=self)
@@ -94,9 +94,9 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._newest: Pass | None = None
         """The reductions of the last step."""
         self._complete = True
-        """No update of the last step has failed."""
+        """True if no update of the last step has failed."""
         self._undo: dict[_BucketOptimizer, _Undo] | None = None if parts_of(net.coll).registry.elastic is None else {}
-        """In an elastic world: what takes back the updates of steps that were not made whole."""
+        """In an elastic world, the copies that undo the updates of incomplete steps."""
         self._mishap: Exception | None = None
         """Error that was raised during the last update."""
         self._guard(self._parts)
@@ -156,7 +156,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             raise RuntimeError("updates are pending: `await opt.flush()` first")
 
     def close(self) -> None:
-        """Take the hooks off the modules; the parameters keep their values. `flush` first."""
+        """Remove the hooks from the modules; the parameters keep their values. `flush` first."""
         self._guards.remove()
         self._reducer.release_buckets(self)
 
@@ -165,7 +165,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def retreat(self) -> Stateful:
         """Undo the updates of an incomplete step, and drop the others."""
         steps = self._reducer.steps
-        if self._undo and all(undo.holds() for undo in self._undo.values()):  # else parameters were loaded since
+        if self._undo and all(undo.holds() for undo in self._undo.values()):  # no parameters were loaded since then
             for undo in self._undo.values():
                 undo.make()
             steps.mishap = None if steps.mishap is self._mishap else steps.mishap
@@ -198,7 +198,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
         reduction = self._reduce(prepare)
         if self._undo and not all(undo.holds() for undo in self._undo.values()):
-            self._undo.clear()  # the step begins with parameters that were loaded behind one that failed
+            self._undo.clear()  # the step begins with parameters that were loaded after a failed step
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
         self._left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
@@ -207,7 +207,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             part.keep_settings()
         self._reducer.loop.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
-        self._tell()
+        self._raise_failed()
 
     def _use(self, parts: Sequence[_BucketOptimizer]) -> None:
         """Make the updates of `parts`; while their reductions are in flight, make other updates that are ready."""
@@ -227,11 +227,11 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                 self._order(part)
                 with span("optimizer"), self._reducer.steps.aside(), self._undoable(part):
                     part.step()
-        except Exception as raised:  # noqa: BLE001  - told by the next step or flush
+        except Exception as raised:  # noqa: BLE001  - raised by the next step or flush
             error = self._mishap = self._reducer.steps.mishap = raised
         finally:
             part.zero_grad()
-            del self._left[part]  # only now: where nothing is pending, the loop loads what it likes
+            del self._left[part]  # last, since the loop may load a state when nothing is pending
         self._complete = self._complete and error is None
         if self._complete and not self._left:
             self._reducer.steps.note(self)
@@ -239,7 +239,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                 self._undo.clear()
             try:
                 self._settings.advance()
-            except Exception as raised:  # noqa: BLE001  - told like one of the optimizer
+            except Exception as raised:  # noqa: BLE001  - raised like an error of the optimizer
                 error = raised
         if self._failed is None:
             self._failed = error
@@ -263,7 +263,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._compute.order(self._newest, [self._places[part]])
 
     def _order_all(self) -> bool:
-        """Return whether the device waits for all; where something failed, each update that is left tells."""
+        """Return True if the device waits for all gradients; after a failure each pending update raises it."""
         try:
             for part in self._left:
                 self._order(part)
@@ -279,45 +279,45 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         for handle in self._left.values():
             self._compute.block(handle)
         errors = [error for handle in self._left.values() if (error := internals.error_of(handle)) is not None]
-        if errors:  # what has come cannot be clipped, nor unscaled
+        if errors:  # the other gradients can be neither clipped nor unscaled
             self._failed = self._failed or errors[0]
             self._complete = False
-            self._leave_out()
+            self._drop_updates()
         elif not self._order_all():
             make()
         else:
             self._update_together(make)
 
     def _update_together(self, make: Callable[[], None]) -> None:
-        """Call `make`, which makes the updates that are left, once their gradients are unscaled and clipped."""
+        """Unscale and clip the gradients, then call `make`, which makes the pending updates."""
         scaler, made = self._settings.scaler, False
         before = None if self._undo is None or scaler is None else deepcopy(scaler.state_dict())
         try:
             made = self._settings.update([group for part in self._left for group in part.optimizer.param_groups], make)
-        except Exception as raised:  # noqa: BLE001  - told by the next step or flush, like one of the optimizer
+        except Exception as raised:  # noqa: BLE001  - raised by the next step or flush
             self._mishap = self._reducer.steps.mishap = raised
             self._failed = self._failed or raised
         if not made:
-            self._leave_out()
+            self._drop_updates()
         elif before is not None and scaler is not None and self._undo:
             first = next(iter(self._undo.values()))
             first.also = first.also or partial(scaler.load_state_dict, before)
 
-    def _leave_out(self) -> None:
-        """Make none of the updates that are left."""
+    def _drop_updates(self) -> None:
+        """Drop the pending updates."""
         for part in self._left:
             part.zero_grad()
         self._left.clear()
 
     def _catch_up(self, finished: Handle[None]) -> None:
-        """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
+        """Make the pending updates when all gradients are reduced and the compute thread is free (loop)."""
         if internals.error_of(finished) is None and not self._net.closed:
             work = self._net.submit(self._finish_newest, finished)
             work.add_done_callback(lambda _: None)  # the next wait reports errors
 
     @called("net.step")
     def _finish_newest(self, finished: Handle[None]) -> None:
-        # Else a step has run since, and its own reductions are not to be waited for.
+        # Otherwise a step has run since then, and this must not wait for its reductions.
         if self._newest is not None and finished is self._newest.finished:
             self._finish()
 
@@ -325,8 +325,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 class _BucketOptimizer:
     """The parameters that share a bucket, and their optimizer.
 
-    Updates are made by a twin of the optimizer, with the same state and groups of its own: the user changes learning
-    rates on another thread, just then.
+    A twin of the optimizer makes the updates, with the same state and its own groups, since the user may change
+    learning rates on another thread meanwhile.
     """
 
     def __init__(self, slots: Sequence[Slot], make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -339,7 +339,7 @@ class _BucketOptimizer:
         self.check()
         self._twin: Optimizer = object.__new__(type(self.optimizer))
         self._twin.__dict__.update(self.optimizer.__dict__)
-        self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
+        self._twin.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the other optimizer
         self._settings: list[dict[str, Any]] = []
         self.numbers = [slot.index for slot in slots]
         """Numbers of the parameters, in the module's order."""
@@ -355,14 +355,14 @@ class _BucketOptimizer:
         return [number[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, with those numbers in place of its own."""
+        """Return the state of the optimizer, with the numbers of the module's parameters in place of torch's."""
         state, packed = self.optimizer.state_dict(), self.packed()
         groups = [{**group, "params": [packed[i] for i in group["params"]]} for group in state["param_groups"]]
         values = {packed[i]: value for i, value in state["state"].items()}
         return {"parameters": self.numbers, "state": values, "param_groups": groups}
 
     def loader(self, values: Mapping[int, Any], settings: Mapping[int, Mapping[str, Any]]) -> Callable[[], None]:
-        """Return what takes the state of each parameter, and the settings of its group, by its number."""
+        """Return a function that loads the state of each parameter and the settings of its group, by number."""
         packed, groups = self.packed(), []
         for group in self.optimizer.state_dict()["param_groups"]:
             found = [{**settings[packed[i]], "params": group["params"]} for i in group["params"]]
@@ -377,7 +377,7 @@ class _BucketOptimizer:
         return partial(load_exactly, self.optimizer, {"state": kept, "param_groups": groups})
 
     def keep_settings(self) -> None:
-        """Remember learning rate and the like: the update that is due is made with those of now."""
+        """Keep the hyperparameters of this step for its update."""
         self._settings = [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
             for group in self.optimizer.param_groups
@@ -385,7 +385,7 @@ class _BucketOptimizer:
         count_as_stepped(self.optimizer)
 
     def step(self) -> None:
-        """Make the update with the settings that were kept; what the optimizer itself changes in them is kept."""
+        """Make the update with the kept settings, and store the changes that the optimizer itself makes to them."""
         self._twin.state = self.optimizer.state
         self._twin.param_groups = [dict(kept) for kept in self._settings]
         self._twin.step()
@@ -402,7 +402,7 @@ def _equal(a: object, b: object) -> bool:
 
 
 class _Undo:
-    """The parameters, and the state and settings of their optimizer, from before an update."""
+    """A copy of the parameters and of the state and settings of their optimizer, to undo an update."""
 
     def __init__(self, part: _BucketOptimizer) -> None:
         self._optimizer = part.optimizer
@@ -414,14 +414,14 @@ class _Undo:
         ]
         self._versions: list[int] = []
         self.also: Callable[[], object] | None = None
-        """Takes back what else was changed."""
+        """Function that undoes other changes of the step, or None."""
 
     def seal(self) -> None:
-        """An update was made."""
+        """Note that an update was made."""
         self._versions = [p._version for p, _ in self._values]
 
     def holds(self) -> bool:
-        """Return whether the parameters are unchanged since."""
+        """Return True if the parameters have not changed since the update."""
         return self._versions == [p._version for p, _ in self._values]
 
     def make(self) -> None:

@@ -272,7 +272,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._compute.use(reduction)
         self._memory.end_pass()
         self._update(reduction, forward.settings)
-        self._tell()
+        self._raise_failed()
 
     @called("net.join")
     def follow(self, reduction: Pass) -> None:
@@ -282,7 +282,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         if settings.scaler is not None:
             settings.scaler.scale(torch.zeros((), device="cpu"))  # the first time it makes what it counts with
         self._update(reduction, settings)
-        self._tell()
+        self._raise_failed()
 
     def _update(self, reduction: Pass, settings: StepSettings) -> None:
         """Step this rank's shards, and have all ranks gather the parameters."""
