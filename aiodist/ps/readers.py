@@ -51,10 +51,6 @@ class Readers:
         self.lookers = {looker: seen for looker, seen in self.lookers.items() if looker[0] != client}
         self._aside = {reader: seen for reader, seen in self._aside.items() if reader[0] != client}
 
-    def clients(self) -> list[int]:
-        """Return the clients that read (any thread)."""
-        return [client for client, _ in (*list(self.snapshots), *list(self.lookers), *list(self._aside))]
-
     def see(self, memory: Tensor) -> bool:
         """Return True if a reader has this memory, which is no longer the shard's."""
         return any(memory is seen for seen in (*self._aside.values(), *self.lookers.values()))

@@ -263,7 +263,7 @@ class Server:
         coalescer.when_received(client, call["sent"], arrived)
 
     def late(self) -> dict[int, str]:
-        """Return the ranks for which requests and saves wait on this server, each with the cause (any thread)."""
+        """Return the servers whose orders requests and saves wait for here, each with a tensor (any thread)."""
         late = self.saving.late()
         for shard in list(self.shards.values()):
             late |= shard.late()

@@ -142,12 +142,9 @@ class Shard(Block):
         return self._busy or any(client in clients for client, _ in held)
 
     def late(self) -> dict[int, str]:
-        """Return the ranks for which requests wait here, each with the cause (any thread)."""
-        if not self._arrived:
-            return {}
-        if self._orders:
-            return dict.fromkeys(self.readers.clients(), f"read of {self.name!r}")
-        return {} if self.leader is not None else {self.servers[0]: f"order for {self.name!r}"}
+        """Return the server whose orders requests wait for here, with the tensor (any thread)."""
+        waits = self._arrived and self.leader is None
+        return {self.servers[0]: f"order for {self.name!r}"} if waits else {}
 
     def refuse(self, error: Exception) -> None:
         """Carry out the orders so far, and refuse all other requests."""

@@ -37,8 +37,8 @@ class ServerWatch:
     """Watches the open requests of one rank (loop's thread).
 
     While the oldest request of the client stays open, this rank asks the late ranks for their states, over the control
-    channel, and pings all servers, over the transport. While a request on this server waits for another server or for
-    readers, this rank pings these. An answer comes after all data messages before the ping, and a rank without an
+    channel, and pings all servers, over the transport. While a request on this server waits for the order of another
+    server, this rank pings that server. An answer comes after all data messages before the ping, and a rank without an
     answer ends the parameter server on all ranks, since a connection may lose messages without a report.
     """
 

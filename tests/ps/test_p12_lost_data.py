@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import aiodist
 from aiodist.errors import CommunicatorAborted, OperationTimeout
 from aiodist.handles import Progress
 from aiodist.ps import ParameterServer, Table
+from aiodist.ps.settings import place
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.carriers import LocalTransport
 from aiodist.testing.seams.transport import Done
@@ -106,17 +108,18 @@ def test_p12_data_that_take_long_are_no_loss(monkeypatch: pytest.MonkeyPatch) ->
     assert min(run_ranks(2, main)) > 900  # first values, pulled values, a push and a pull
 
 
-def test_p12_a_dead_link_between_servers_ends_a_push(frames: Frames) -> None:
-    """The worker's own links are sound. Server 2 misses the order of server 1, and asks server 1."""
+@pytest.mark.parametrize("call", ["push", "save"])
+def test_p12_a_dead_link_between_servers_ends_a_call(frames: Frames, tmp_path: Path, call: str) -> None:
+    """The links of rank 0, which calls, are sound. Server 2 misses the order of the leader, server 1."""
 
     async def main() -> BaseException | None:
         try:
             async with aiodist.init(timeout=None) as coll:
-                w = {"w": torch.zeros(8)}
-                async with ParameterServer(coll, w, servers=[1, 2], workers=[0, 1, 2], split_bytes=4) as ps:
+                name = next(name for name in "abcdefghijklmnopqrst" if place(name, 8, 4, (0, 1, 2), 4)[0].rank == 1)
+                async with ParameterServer(coll, {name: torch.zeros(8)}, servers=[0, 1, 2], split_bytes=4) as ps:
                     if ps.rank == 0:
                         frames.dead |= {(1, 2), (2, 1)}
-                        await ps.push("w", torch.ones(8))
+                        await (ps.push(name, torch.ones(8)) if call == "push" else ps.save(tmp_path))
                     while True:
                         await asyncio.sleep(1)
                         await ps.sync()  # sends nothing, and raises after an abort
@@ -127,4 +130,32 @@ def test_p12_a_dead_link_between_servers_ends_a_push(frames: Frames) -> None:
     ends = run_ranks(3, main, timeout=400)
     for end in ends:
         assert isinstance(end, CommunicatorAborted)
-        assert "order for 'w'" in str(end)
+        assert "late: rank 1 (order for " in str(end)
+
+
+def test_p12_a_server_receives_the_ids_of_a_read_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    isend = LocalTransport.isend
+    ends: list[BaseException | None] = []
+
+    def send(transport: LocalTransport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        def ended(error: BaseException | None) -> None:
+            if t.nbytes == IDS.nbytes:
+                ends.append(error)
+            done(error)
+
+        isend(transport, t, dst, tag, ended)
+
+    async def main() -> None:
+        async with aiodist.init(timeout=30) as coll, ParameterServer(coll, servers=[1], workers=[1]) as ps:
+            table = await ps.embedding("t", 2)
+            await coll.barrier()
+            if ps.is_worker:
+                await ps.free("t")
+            await coll.barrier()
+            if not ps.is_worker:
+                with pytest.raises(KeyError, match="was freed"):
+                    await table.pull(IDS)
+                assert ends == [None]
+
+    monkeypatch.setattr(LocalTransport, "isend", send)
+    run_ranks(2, main)
