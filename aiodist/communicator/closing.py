@@ -129,10 +129,14 @@ class OpenCommunicators(Generic[C]):
             dispatcher.failures.aborting = True
 
     def abort_rest(self, error: AiodistError) -> None:
-        """Abort, on this rank, the communicators that are not aborted yet."""
+        """Abort, on this rank, the communicators that are not aborted yet.
+
+        Their other ranks have left, and send no statements about operations that failed.
+        """
         for dispatcher in self.dispatchers:
             if dispatcher.lifetime.refusal is None:
                 dispatcher.lifetime.abort(error)
+                dispatcher.lifetime.unsubscribe()
 
     # --- closing -----------------------------------------------------------------------------------------------
 

@@ -60,6 +60,14 @@ def test_w3_regrouping_leaves_no_descriptor_thread_or_memory(run: Run, backend: 
     assert ended.said(0) == ended.said(1) == ["held: True "]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_w3_a_group_without_the_lost_rank_raises_the_loss_when_its_ranks_leave(run: Run, backend: str) -> None:
+    run.environ["AIODIST_BACKEND"] = backend
+    ended = run("elastic.py", "group", n=3, options=("--elastic", "2:3"))
+    assert (ended.code, causes(ended)) == (0, ["rank 2: signal SIGKILL"]), ended
+    assert ended.said(0) == ended.said(1) == ["lost: 2", "sum: 2.0"]
+
+
 def test_w3_the_job_ends_with_fewer_than_it_needs_and_names_them(run: Run) -> None:
     ended = run("elastic.py", "too_few", n=3, options=("--elastic", "2:3"))
     assert ended.code == 137, ended

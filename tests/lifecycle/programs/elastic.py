@@ -151,6 +151,22 @@ async def again() -> None:
         say("held:", same, "" if same else seen)
 
 
+async def group() -> None:
+    """Rank 2 is killed; rank 1 shrinks, while rank 0 waits in a group of ranks 0 and 1."""
+    async with aiodist.init(elastic=True) as coll:
+        first = await coll.split(coll.rank // 2)
+        await first.barrier()
+        await coll.barrier()
+        if coll.rank == 2:
+            die()
+        try:
+            await (coll if coll.rank else first).allreduce(torch.ones(1000))
+        except aiodist.PeerLost as error:
+            say("lost:", error.lost)
+        coll = await coll.shrink()
+        say("sum:", (await coll.allreduce(torch.ones(1))).item())
+
+
 async def too_few() -> None:
     """All but one are killed."""
     async with aiodist.init(elastic=True) as coll:
