@@ -12,7 +12,7 @@ from aiodist.handles.handle import Handle
 from aiodist.handles.internals import check_loop
 from aiodist.handles.operation import Operation
 from aiodist.handles.origin import Origin
-from aiodist.handles.posted import Posted, PostedOperation
+from aiodist.handles.posted import Posted, PostedOperation, own
 from aiodist.handles.progress import Progress
 from aiodist.handles.sources import join
 from aiodist.handles.state import error_of
@@ -187,7 +187,7 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
     outer: PostedOperation[list[Any]] = PostedOperation(progress, "gather", nbytes=nbytes, origin=Origin.here())
     outer.set_parts(handles)
     gathering = _Gathering(outer, handles, return_exceptions)
-    outer.set_owner(gathering)
+    own(outer.handle, gathering)
     if not handles:
         outer.resolve([])
     gathering.begin(handles)

@@ -410,7 +410,10 @@ class Handle(_core.Handle, Generic[T]):
         if self._event is not None:
             self._event.set()
         if self._waiters or self._callbacks:
-            self._progress.on_loop(self._notify)
+            if threading.get_ident() == self._progress.thread_id:
+                self._notify()
+            else:
+                self._progress.post(self._notify)
 
     def _notify(self) -> None:
         waiters, self._waiters = self._waiters, None

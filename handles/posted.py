@@ -151,22 +151,22 @@ class Posted(Handle[T]):
             super()._dropped()
 
 
+def own(handle: Posted[Any], owner: Stoppable, canceller: Callable[[], bool] | None = None) -> None:
+    """Let `owner` pause and continue the operation. Called once, before `handle` is returned.
+
+    `canceller` is as in `Operation.set_canceller`.
+    """
+    handle._owner, handle._canceller = owner, canceller
+    handle._threads = 0
+    handle._posted = True
+
+
 class PostedOperation(Operation[T]):
     """The producer's side of a `Posted` handle."""
 
     __slots__ = ()
     handle: Posted[T]
     handle_type: ClassVar[type[Handle[Any]]] = Posted
-
-    def set_owner(self, owner: Stoppable, canceller: Callable[[], bool] | None = None) -> None:
-        """Let `owner` pause and continue the operation. Called once, before the handle is returned.
-
-        `canceller` is as in `set_canceller`.
-        """
-        handle = self.handle
-        handle._owner, handle._canceller = owner, canceller
-        handle._threads = 0
-        handle._posted = True
 
     @property
     def attended(self) -> bool:

@@ -259,8 +259,10 @@ class Dispatcher:
             Operation.of(handle).mark_retrieved()  # the operation was never issued
             raise
         note_write(claims)
-        if receive is None:
-            self.operations.add(operation)
+        if meets is True:
+            self.operations.collectives[operation.number] = operation
+        elif receive is None:
+            self.operations.others[handle] = operation
         return work
 
     def _log(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 from weakref import ref
@@ -39,6 +39,7 @@ from aiodist.communicator.operation import CommunicatorOperation, OperationState
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
 from aiodist.handles.origin import Origin, described
 from aiodist.handles.polling import transport_lock
+from aiodist.handles.posted import own
 from aiodist.types import ANY
 
 if TYPE_CHECKING:
@@ -139,38 +140,25 @@ class Messenger:
             await self.dispatcher.issue(operation, _CLOSE, lambda _: self.mailbox.part(), timeout=seconds)
 
 
+@dataclass(eq=False, slots=True, repr=False)
 class Receiving:
     """The operation of a `Posted` handle, see the module."""
 
-    __slots__ = (
-        "_arrived",
-        "_asked",
-        "_called",
-        "_held",
-        "_messenger",
-        "_operation",
-        "_unsent",
-        "_wanted",
-        "paused",
-        "ref",
-        "sending",
-    )
-
-    ref: ref[Handle[Any]]
-
-    def __init__(self, messenger: Messenger, asked: Reception) -> None:
-        self.paused = True
-        self._asked = asked
-        self._messenger = messenger
-        self._held: Handle[Any] | None = None
-        self._wanted: MailboxReceive | None = None
-        self._operation: CommunicatorOperation | None = None
-        self.sending: CommunicatorOperation | None = None
-        """The other half of a `sendrecv`, until that half is finished."""
-        self._arrived: tuple[CommunicatorOperation, Arrived] | None = None
-        """A message that came before the end of the other half."""
-        self._unsent: BaseException | None = None
-        """The error of the other half."""
+    _messenger: Messenger
+    _asked: Reception
+    paused: bool = True
+    ref: ref[Handle[Any]] = field(init=False)
+    _called: tuple[str, int, tuple[CodeType, int]] = field(init=False)
+    """Name, number and line of the call."""
+    _held: Handle[Any] | None = None
+    _wanted: MailboxReceive | None = None
+    _operation: CommunicatorOperation | None = None
+    sending: CommunicatorOperation | None = None
+    """The other half of a `sendrecv`, until that half is finished."""
+    _arrived: tuple[CommunicatorOperation, Arrived] | None = None
+    """A message that came before the end of the other half."""
+    _unsent: BaseException | None = None
+    """The error of the other half."""
 
     def own(self, handle: Handle[Any], origin: tuple[CodeType, int]) -> None:
         """See `Receive`."""
@@ -181,7 +169,7 @@ class Receiving:
         if self._asked.sent:
             stand_in = self._messenger.stand_in(handle)
             self.sending = CommunicatorOperation(stand_in, self._asked.sent, meets=self._asked.peer)
-        PostedOperation.of(handle).set_owner(self, self.cancel)
+        own(handle, self, self.cancel)
 
     def __str__(self) -> str:
         op, seq, origin = self._called
@@ -313,7 +301,7 @@ class Receiving:
             if operation.handle is None and not self.take():
                 self._messenger.pending.posted.pop(self.ref, None)
             if self.sending is not None:  # now a separate operation
-                self._messenger.pending.add(self.sending)
+                self._pend(self.sending)
             if arrived is not None and self._asked.kind == ANY:
                 arrived = replace(arrived, data=arrived)
         self._messenger.settlement.drained(operation)
@@ -353,7 +341,7 @@ class Receiving:
             return
         self.paused = True
         if self.sending is not None:
-            self._messenger.pending.add(self.sending)
+            self._pend(self.sending)
         self._messenger.pending.posted[self.ref] = self
         mailbox.match_again()
 
@@ -375,6 +363,11 @@ class Receiving:
         if self._asked.kind == ANY:
             return value.data
         return Unpacked(value) if self._asked.kind == MessageKind.OBJECT else value
+
+    def _pend(self, sending: CommunicatorOperation) -> None:
+        """Let the other half of a `sendrecv` be a separate operation."""
+        assert sending.handle is not None
+        self._messenger.pending.others[sending.handle] = sending
 
     # --- the other half of a sendrecv -------------------------------------------------------------------------
 

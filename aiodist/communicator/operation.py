@@ -226,19 +226,12 @@ class Pending:
         self.posted: dict[ref[Handle[Any]], Receive] = {}
         """Receives without a message, paused ones too, in order of issue."""
 
-    def add(self, operation: CommunicatorOperation) -> None:
-        """Enter an operation, which has a handle."""
-        assert operation.handle is not None
+    def remove(self, operation: CommunicatorOperation) -> None:
+        """Remove an operation, if it is there."""
         if operation.meets is True:
-            self.collectives[operation.number] = operation
-        else:
-            self.others[operation.handle] = operation
-
-    def remove(self, operation: CommunicatorOperation) -> bool:
-        """Remove an operation. Return False if the operation was not there."""
-        if operation.meets is True:
-            return self.collectives.pop(operation.number, None) is not None
-        return operation.handle is not None and self.others.pop(operation.handle, None) is not None
+            self.collectives.pop(operation.number, None)
+        elif operation.handle is not None:
+            self.others.pop(operation.handle, None)
 
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
         """Return the operation of a lane's handle, or make the operation first. None if the handle is done."""
