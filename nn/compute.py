@@ -53,6 +53,7 @@ class Compute:
         self.stream = stream
         self.reducer = reducer
         self.is_current = stream.is_current
+        """Function that returns True on the compute thread."""
         self._trusted: Handle[None] | None = None
         """End of the pass whose gradients were used while devices were still reducing them."""
 

@@ -235,7 +235,7 @@ class Pass:
         """True if the streams of all devices wait for all buckets, and not the host."""
         return self.queues is not None and len(self.queues.ordered) == len(self.buckets)
 
-    # --- the program on the loop -------------------------------------------------------------------------------------
+    # --- on the loop -------------------------------------------------------------------------------------------------
 
     def _begin(self, _: BaseException | None) -> None:
         """Begin, since nothing of the pass before is in flight."""
@@ -382,6 +382,7 @@ class Pass:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
+        """End the pass, whose collectives have ended."""
         self._succeed()
         await self._conclude(self)
         Operation.of(self.over).resolve(None)

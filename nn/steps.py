@@ -324,8 +324,9 @@ class Steps:
         for ref in cls._every:
             if (steps := ref()) is None or steps._aside == get_ident():
                 continue
-            if steps.partial or (steps.current is not None and not steps.current.usable.done()):
-                steps._check_reduced(opt)
+            current = steps.current  # which the loop may set to None
+            if steps.partial or (current is not None and not current.usable.done()):
+                steps._check_reduced(opt, current)
             if steps._counts(opt):
                 steps.check_known(opt, used=True)
 
@@ -341,9 +342,8 @@ class Steps:
             return False
         return any(not self.names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups)
 
-    def _check_reduced(self, opt: Optimizer) -> None:
-        """Raise RuntimeError if `opt` would step parameters whose gradients are not reduced."""
-        current = self.current
+    def _check_reduced(self, opt: Optimizer, current: InFlight | None) -> None:
+        """Raise RuntimeError if `opt` would step parameters whose gradients the pass `current` has not reduced."""
         within = self.partial or self.thread == get_ident()
         for parameter in (id(p) for group in opt.param_groups for p in group["params"]):
             if parameter in self.names and (within or (current is not None and current.withholds(parameter))):
