@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.checkpoints.format import DTYPES, TensorEntry
+from aiodist.checkpoints.format import DTYPES, TensorEntry, lay_out, write_file
 from aiodist.checkpoints.format import dtype_name as name_in_files
 from aiodist.checkpoints.parts import Written
 from aiodist.checkpoints.reading import Reader
@@ -26,7 +29,8 @@ KIND = "ParameterServer"
 """Kind of the only part of a checkpoint."""
 _NAME = "net/tensors/"
 """Prefix of the names of tensors in files."""
-_Tensors = Sequence[tuple[int, str, Sequence[tuple[int, int, int]]]]
+Tensors = Sequence[tuple[int, str, Sequence[tuple[int, int, int]]]]
+"""Key, name and spans of each tensor, as JSON."""
 
 
 @dataclass
@@ -90,6 +94,24 @@ def capture(shard: Shard, context: Context) -> Captured:
     return captured
 
 
+def write(file: Path, captured: Sequence[Captured], computing: set[int]) -> dict[str, Any]:
+    """Write a rank's file, release lent memory as soon as it is written, and return the rank's part of the manifest."""
+    found = [(each, one) for one in captured for each in one.written]
+    found.sort(key=lambda each: -each[0].entry.itemsize)
+    layout = lay_out([each.entry for each, _ in found])
+    left = Counter(id(one) for _, one in found)
+
+    def written(number: int) -> None:
+        _, one = found[number]
+        left[id(one)] -= 1
+        if not left[id(one)]:
+            one.release()
+
+    sources = [each.elements.view(torch.uint8) for each, _ in found]
+    facts_and_entries = write_file(file, layout, sources, computing, written)
+    return {"file": facts_and_entries, "said": [one.said for one in captured if one.said]}
+
+
 def tensors_in(said: Iterable[Sequence[dict[str, Json]]]) -> Json:
     """Return the manifest's description of all tensors, from the ranks' descriptions of their shards."""
     shards = [shard for each in said for shard in each]
@@ -113,7 +135,7 @@ def described(state: Json) -> dict[str, Json]:
     return found
 
 
-def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> Restored:
+def restore(shard: Shard, reader: Reader, known: Tensors, context: Context) -> Restored:
     """Return a shard's values in a checkpoint, in new memory; in any thread.
 
     Raises MismatchError if the checkpoint has other names, shapes, dtypes, rules or tables, CheckpointDamaged as

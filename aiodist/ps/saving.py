@@ -7,22 +7,20 @@ load, all ranks read and compare first. At the next order every shard takes the 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.format import commit, lay_out, write_file
+from aiodist.checkpoints.format import commit
 from aiodist.checkpoints.reading import Reader, of_all
 from aiodist.errors import CheckpointDamaged
 from aiodist.handles.kernel import Program, run, transfer, transfers
 from aiodist.ps.answers import Freed, Restored
-from aiodist.ps.captured import KIND, Captured, capture, described, moved, restore, tensors_in
+from aiodist.ps.captured import KIND, Captured, Tensors, capture, described, moved, restore, tensors_in, write
 from aiodist.ps.service import Service
 from aiodist.ps.wire import Order, OrderKind
 
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 _Said = dict[str, Any]
 _Work = Callable[[_Said], Program[_Said]]
-_Tensors = list[tuple[int, str, list[tuple[int, int, int]]]]
-"""Key, name and spans of each tensor, as JSON."""
 
 
 @dataclass(eq=False)
@@ -172,7 +168,7 @@ class ServerSaving:
                 self._end(turn)
         raise of_all(damages)
 
-    async def _new_turn(self) -> tuple[int, _Tensors]:
+    async def _new_turn(self) -> tuple[int, Tensors]:
         """Return the number of a new turn, and all tensors of the parameter server."""
         led = await self._ask(self._context.servers, "led")
         return next(self._client.queue.numbers), [tensor for each in led for tensor in each["tensors"]]
@@ -233,7 +229,8 @@ class ServerSaving:
             await transfer(self._order, OrderKind.SAVE, call["turn"])
             await transfer(self._context.service.run, copy_residuals)  # after codes in flight
             captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
-            written: _Said = await self._on_disk(partial(_written, call, captured, computing))
+            file = Path(call["folder"]) / folders.file_name(call["at"])
+            written: _Said = await self._on_disk(partial(write, file, captured, computing))
         finally:
             for one in turn.captured.values():
                 one.release()
@@ -321,22 +318,3 @@ class ServerSaving:
             turn.error = turn.error or (Freed(f"{name!r} was freed") if shard is None else shard.refusal)
         done, turn.done = turn.done, None
         done(turn.error)
-
-
-def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> _Said:
-    """Write this rank's file in the thread for files, and return its part of the manifest."""
-    found = [(each, one) for one in captured for each in one.written]
-    found.sort(key=lambda each: -each[0].entry.itemsize)
-    layout = lay_out([each.entry for each, _ in found])
-    left = Counter(id(one) for _, one in found)
-
-    def written(number: int) -> None:
-        _, one = found[number]
-        left[id(one)] -= 1
-        if not left[id(one)]:
-            one.release()
-
-    file = Path(call["folder"]) / folders.file_name(call["at"])
-    sources = [each.elements.view(torch.uint8) for each, _ in found]
-    facts_and_entries = write_file(file, layout, sources, computing, written)
-    return {"file": facts_and_entries, "said": [one.said for one in captured if one.said]}
