@@ -244,12 +244,12 @@ class Progress(LoopWork, Quiet):
             return
         self._inside = True
         try:
-            if handle._fence is not None and handle._fence.look() and handle.done():
+            if handle._fence is not None and handle._fence.look() and not handle._is_pending:
                 return
             until = self.look_until(perf_counter())
             while True:
                 moved = self.poll(0.0 if self.crowded else until)
-                if handle.done():
+                if not handle._is_pending:  # unlike `done`, no sign that the program polls the handle
                     return
                 if perf_counter() >= until or not (moved or self.pending()):
                     self.looked_in_vain = perf_counter()
