@@ -438,6 +438,44 @@ async def test_a5_what_a_callback_raises_is_for_the_hook_of_python(monkeypatch: 
     assert told == [KeyError]
 
 
+async def test_a5_the_last_rank_to_compare_continues_without_a_poll() -> None:
+    ended: list[str] = []
+    async with world(2) as here:
+        await here.allreduce([torch.ones(1)] * 2)  # the lanes are joined
+        first, last = (native.ordered for native in here.natives)
+        with transport_lock:
+            first.compare(7, lambda _: ended.append("first"))
+            first.call_ended()
+            assert ended == []
+            last.compare(7, lambda _: ended.append("last"))
+            while not ended:  # the engine may hold the lane at the submission
+                last.call_ended()
+        assert ended == ["last"]
+
+
+async def test_a5_no_later_end_is_called_inside_the_call_of_an_earlier_one() -> None:
+    """A library matches calls by their order, which is that of the comparisons."""
+    ended: list[str] = []
+    async with world(2) as here:
+        await here.allreduce([torch.ones(1)] * 2)
+        first, last = (native.ordered for native in here.natives)
+
+        def compare_third(_: BaseException | None) -> None:
+            ended.append("one")
+            last.compare(3, lambda _: ended.append("three"))
+            for _ in range(1000):
+                last.call_ended()
+
+        with transport_lock:
+            for word in (1, 2, 3):
+                first.compare(word, lambda _: None)
+            last.compare(1, compare_third)
+            last.compare(2, lambda _: ended.append("two"))
+            while len(ended) < 3:
+                last.call_ended()
+        assert ended == ["one", "two", "three"]
+
+
 async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too() -> None:
     """Otherwise the memory would get another owner, and a late rank would write into it."""
     async with world(2) as here:
