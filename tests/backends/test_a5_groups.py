@@ -460,8 +460,8 @@ async def test_a5_no_later_end_is_called_inside_the_call_of_an_earlier_one() -> 
         await here.allreduce([torch.ones(1)] * 2)
         first, last = (native.ordered for native in here.natives)
 
-        def compare_third(_: BaseException | None) -> None:
-            ended.append("one")
+        def compare_third(error: BaseException | None) -> None:
+            ended.append("one" if error is None else repr(error))
             last.compare(3, lambda _: ended.append("three"))
             for _ in range(1000):
                 last.call_ended()
