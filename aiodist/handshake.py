@@ -67,11 +67,11 @@ class Caller:
             case FrameKind.WELCOME, [bytes(answer), dict(settings)]:
                 proof = self._hello.prove(b"hub", self._challenge, self._counter_challenge)
                 if not hmac.compare_digest(answer, proof):
-                    raise Refused("token", "the hub does not know this job's token")
+                    raise Refused("token", "the other side does not know this job's token")
                 self.settings = settings
                 return b""
             case _:
-                raise WireError("no handshake of a hub")
+                raise WireError("no handshake of aiodist")
 
 
 class Challenge:

@@ -200,6 +200,9 @@ class Worker(Generic[T]):
                 thread.start()
         except RuntimeError:  # the system has no thread left
             self.abort()
+            for thread in self.threads:
+                if thread.ident is None:
+                    self._leave()
             raise
         _workers.add(self)
 
@@ -226,7 +229,12 @@ class Worker(Generic[T]):
 
     def is_needed(self) -> bool:
         """Return False if the worker is aborted, or must abort now, so that no code waits for its jobs."""
-        if self._gone is not None and self._gone():
+        try:
+            gone = self._gone is not None and self._gone()
+        except BaseException as error:  # noqa: BLE001  - a thread that ended here would never end the worker
+            _report(error)
+            gone = True
+        if gone:
             self.abort()
         return not self.aborted
 
@@ -269,10 +277,12 @@ class Worker(Generic[T]):
                 _report(error)
             computing.discard(me)
             del job  # the next job may come late, and this one may be the last reference to a tensor
-        if self._left.pop() == 0:
-            self._end()
+        self._leave()
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
+        """End the worker if no other thread is left."""
+        if self._left.pop() > 0:
+            return
         self._over = True
         self._drop_queued()
         try:

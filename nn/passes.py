@@ -54,7 +54,7 @@ class Pass:
     see `order`. Only a pass with a `window` has these handles: otherwise no optimizer waits for a single bucket.
     `usable` is done when all buckets may be used. `finished` is done when all are reduced, or with the error of the
     pass: this rank's, a `RemoteError` if another rank failed, or the communicator's. `over` is done when nothing is in
-    flight, however the pass ended.
+    flight, however the pass ended, or after an error in this class, which refuses the net.
 
     The thread of backward calls `full` and `end_backward`. Everything else happens on the loop: `_receive` gives the
     machine each event, and carries out what the machine then asks for.
@@ -382,7 +382,10 @@ class Pass:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """End the pass, whose collectives have ended."""
+        """End the pass, whose collectives have ended.
+
+        The step may continue before `_conclude`. If that raises, the net is refused, and the next step raises.
+        """
         self._succeed()
         await self._conclude(self)
         Operation.of(self.over).resolve(None)

@@ -14,7 +14,15 @@ from aiodist.control import disagreement
 from aiodist.errors import MismatchError, PeerLost, RemoteError
 from aiodist.world.tracebacks import cause_in, folded
 
-_MISSING = "missing"
+
+class _Missing:
+    """A key or item that a rank lacks."""
+
+    def __repr__(self) -> str:
+        return "(missing)"
+
+
+_MISSING = _Missing()
 _TEXT_LENGTH = 200
 """Characters of a value in the text of an error, from shortly before the first difference."""
 
@@ -34,7 +42,8 @@ async def agree(
         error: The error of this rank, or None. `fact` and `same` do not count with an error.
 
     Raises:
-        Exception: `error`, on its rank; `TypeError` or `ValueError` if `fact` or `same` is no value of JSON.
+        Exception: `error`, on its rank; `TypeError` or `ValueError` if `fact` or `same` cannot be written as JSON, such
+            as a tensor, a cycle, or a dict with keys of several types.
         RemoteError: On the other ranks, with the traceback of the first rank that failed.
         MismatchError: On all ranks, if `same` differs; the text has the first difference, with the value of each rank.
         PeerLost: If a rank is lost; the cause is `error`, which may follow from the loss.
@@ -47,7 +56,8 @@ async def agree(
         try:
             json.dumps(fact)
             digest = sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
-        except (TypeError, ValueError) as unsuitable:  # raised below, when the other ranks know
+        except Exception as unsuitable:  # noqa: BLE001  - raised below, when the other ranks know
+            unsuitable.add_note(f"the facts of {what} are no value of JSON")
             error = unsuitable
     failure = None if error is None else folded(error, programs=True)
     try:
@@ -80,7 +90,7 @@ def _difference(values: Sequence[Any], path: str = "") -> tuple[str, list[str]] 
     """Return the path of the first difference between JSON values, with the text of each value there.
 
     >>> _difference([{"lr": 1.0, "names": ["a", "b"]}, {"lr": 1.0, "names": ["a"]}])
-    ('names/1', ['b', 'missing'])
+    ('names/1', ['b', '(missing)'])
     """
     tables = [dict(enumerate(value)) if isinstance(value, list) else value for value in values]
     if len({type(value) for value in values}) > 1 or not isinstance(tables[0], dict):

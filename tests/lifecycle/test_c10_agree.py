@@ -43,6 +43,18 @@ async def test_c10_a_fact_that_is_no_json_fails_on_all(coll: Communicator) -> No
     assert await coll.allreduce(1) == 3
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["fact", "same"])
+async def test_c10_a_fact_that_is_nested_too_deeply_fails_on_all(coll: Communicator, way: str) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    given: dict[str, Any] = {way: deep if coll.rank else []}
+    with pytest.raises(RecursionError if coll.rank else RemoteError, match="recursion"):
+        await agree(coll, "a test", **given)
+    assert await coll.allreduce(1) == 2
+
+
 async def test_c10_an_error_of_the_only_rank_is_raised() -> None:
     with pytest.raises(KeyError):
         await agree(None, "a test", error=KeyError("x"))
@@ -50,8 +62,9 @@ async def test_c10_an_error_of_the_only_rank_is_raised() -> None:
 
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "value": ({"lr": [0.1, 0.2]}, {"lr": [0.1, 0.3]}, "lr/1 of a test: ranks 0, 2: 0.2; rank 1: 0.3"),
-    "missing": ([{"a": 1}, "x"], [{"a": 1}], "1 of a test: ranks 0, 2: x; rank 1: missing"),
-    "key": ({"a": {"b": 1}}, {"a": {"c": 1}}, "a/b of a test: ranks 0, 2: 1; rank 1: missing"),
+    "missing": ([{"a": 1}, "x"], [{"a": 1}], "1 of a test: ranks 0, 2: x; rank 1: \\(missing\\)"),
+    "key": ({"a": {"b": 1}}, {"a": {"c": 1}}, "a/b of a test: ranks 0, 2: 1; rank 1: \\(missing\\)"),
+    "text": ({"a": "missing"}, {}, "a of a test: ranks 0, 2: missing; rank 1: \\(missing\\)"),
     "kind": ({"a": 1}, {"a": 1.0}, "a of a test: ranks 0, 2: 1; rank 1: 1.0"),
     "long": (["x" * 500 + "a"], ["x" * 500 + "b"], "0 of a test: ranks 0, 2: …x{100}a; rank 1: …x{100}b"),
     "nesting": ({"nan": math.nan, "z": [1]}, {"nan": math.nan, "z": 1}, r"z of a test: ranks 0, 2: \[1\]; rank 1: 1"),

@@ -88,7 +88,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "complex": (lambda rank: torch.tensor([3 + 4j * (rank + 1)]), r"x: rank 0: abs-mean 5\.0"),
     "nan on a rank": (lambda rank: math.nan if rank == 0 else 1.0, r"x: rank 0: abs-mean nan.*rank.*: abs-mean 1\.0"),
     "inf on a rank": (lambda rank: torch.tensor([math.inf if rank == 0 else 1.0]), r"x: rank 0: abs-mean inf"),
-    "fewer": (lambda rank: [1.0] * (3 - min(rank, 1)), r"rank 0: x\[2\] number; rank.*: missing"),
+    "fewer": (lambda rank: [1.0] * (3 - min(rank, 1)), r"rank 0: x\[2\] number; rank.*: \(missing\)"),
     "shape": (lambda rank: torch.ones(3 + min(rank, 1)), r"rank 0: x float32\[3\]; rank.*: x float32\[4\]"),
     "dtype": (lambda rank: torch.ones(3, dtype=torch.float64 if rank else torch.float32), r"x float32.*x float64"),
     "none": (lambda rank: [torch.ones(1) if rank else None], r"rank 0: x\[0\] None; rank.*: x\[0\] float32\[1\]"),

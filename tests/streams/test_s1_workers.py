@@ -361,3 +361,32 @@ def test_s1_the_exit_of_the_interpreter_waits_for_running_calls_only(tmp_path: P
     )
     assert ended.returncode == 0, ended.stderr.decode()
     assert ended.stdout.decode().splitlines() == ["ran", "dropped late"]
+
+
+def test_s1_an_error_of_gone_ends_the_worker(hooked: list[type[BaseException]]) -> None:
+    def gone() -> bool:
+        raise ZeroDivisionError
+
+    finished = threading.Event()
+    worker: Worker[int] = Worker("gone", lambda _: None, finish=finished.set, gone=gone)
+    worker.ended.result(10)
+    assert finished.is_set()
+    assert worker.aborted
+    assert ZeroDivisionError in hooked
+
+
+def test_s1_a_worker_whose_second_thread_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 1:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    finished = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            Worker[int]("limited", lambda _: None, finish=finished.set, threads=3)
+    assert finished.wait(10)
