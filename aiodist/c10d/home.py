@@ -26,6 +26,7 @@ from aiodist.threads import result_of
 from aiodist.world.background import WorldThread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
+from aiodist.world.tracebacks import fold_tracebacks
 
 T = TypeVar("T")
 Met = tuple[dist.Store, int, int]
@@ -53,6 +54,7 @@ class Home:
             world = stack.enter_context(WorldThread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
         except OperationTimeout as error:  # words of torch's stores, which programs search for
             raise dist.DistStoreError(f"wait timeout after {1e3 * timeout:g}ms: {error}") from error
+        fold_tracebacks()  # torch's hook, which comes later, calls ours
         home = cls(world, stack)
         future_threads.groups.add(id(home))
         return home

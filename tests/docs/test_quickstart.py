@@ -48,6 +48,7 @@ def test_t4_readme_programs_print_what_it_shows(nursery: str, tmp_path: Path) ->
     (tmp_path / "train.py").write_text(training["text"])
     failed = _told(_run(nursery, ["aiodist", "run", "-n", "2", "mistake.py"], tmp_path), tmp_path)
     assert _shown(error) in failed, failed
+    assert "aiodist/c10d" not in failed  # folded
     trained = _run(nursery, ["aiodist", "run", "-n", "2", "train.py"], tmp_path)
     assert sorted(trained.stdout.splitlines()) == learned["text"].splitlines()[1:], trained.stdout
 
@@ -56,12 +57,14 @@ def test_t4_readme_programs_print_what_it_shows(nursery: str, tmp_path: Path) ->
 def test_t4_readme_shows_gloo_and_a_rank_that_is_late(nursery: str, tmp_path: Path) -> None:
     [mistake], [report] = blocks(README, "py"), blocks(README, "text")
     text = README.read_text(encoding="utf-8")
-    [result] = re.findall(r"gloo prints `(.*?)` on both", text)
-    [instead] = re.findall(r"rank 1 calls `(.*?)`", text)
+    [result] = re.findall(r"gloo prints\s`(.*?)` on both", text)
+    [sleep] = re.findall(r"rank 1 first calls `(.*?)`", text)
     (tmp_path / "gloo.py").write_text(mistake["text"].replace('"aiodist"', '"gloo"'))
     agreed = _run(nursery, ["aiodist", "run", "-n", "2", "gloo.py"], tmp_path)
     assert sorted(agreed.stdout.splitlines()) == [f"[0] {result}", f"[1] {result}"], agreed.stdout
-    (tmp_path / "mistake.py").write_text(mistake["text"].replace("dist.all_reduce(t, op=dist.ReduceOp.MAX)", instead))
+    (tmp_path / "mistake.py").write_text(
+        mistake["text"].replace("dist.all_reduce(t, op=dist.ReduceOp.MAX)", f"{sleep}; dist.all_reduce(t)")
+    )
     late = _told(_run(nursery, ["aiodist", "run", "-n", "2", "mistake.py"], tmp_path), tmp_path)
     assert " ".join(report["text"].split()) in late, late
 
