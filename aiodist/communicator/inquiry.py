@@ -31,6 +31,8 @@ class Wait(NamedTuple):
     """Duration of the wait, to a tenth of a second."""
     ranks: list[int]
     """World ranks that the rank waits for, as far as known."""
+    is_served: bool = False
+    """True if a server of another rank may end the wait while the program of that rank waits."""
 
     def __str__(self) -> str:
         whom = f"for {name_ranks(self.ranks)} " if self.ranks else ""

@@ -73,15 +73,16 @@ class StallReporter:
         assert self._asked is not None
         assert self.after is not None
         channel = self._inquiry.channel
+        since = self._asked - _ANSWER_SECONDS  # an outstanding question was not repeated
         waiting = {channel.rank: self._waits()}
         for rank in self._others():
-            answer = self._inquiry.answer(rank, self._asked)
+            answer = self._inquiry.answer(rank, since)
             waiting[rank] = [] if answer is None else answer.waits
         counted = min(_COUNTED_SECONDS, self.after / 2)
         long = {rank: [wait for wait in waits if wait.seconds >= counted] for rank, waits in waiting.items()}
         wanted = {whom for waits in long.values() for wait in waits for whom in wait.ranks} - {channel.rank}
         lines = [f"rank {channel.rank} {wait}" for wait in long.pop(channel.rank)]
-        lines += [f"rank {rank}: {self._inquiry.text(rank, self._asked) or 'was not asked'}" for rank in sorted(wanted)]
+        lines += [f"rank {rank}: {self._inquiry.text(rank, since) or 'was not asked'}" for rank in sorted(wanted)]
         lines += [f"rank {rank} {wait}" for rank in sorted(long.keys() - wanted) for wait in long[rank]]
         more = [f"and {len(lines) - _SHOWN} more lines"] if len(lines) > _SHOWN else []
         if circle := _circle(waiting):
@@ -95,7 +96,9 @@ class StallReporter:
 
 def _circle(waiting: Mapping[int, Sequence[Wait]]) -> list[int]:
     """Return ranks that wait for one another in a circle (empty if one of them may continue)."""
-    left = {rank: [set(wait.ranks) for wait in waits] for rank, waits in waiting.items() if waits}
+    left = {
+        rank: [set() if wait.is_served else {*wait.ranks} for wait in waits] for rank, waits in waiting.items() if waits
+    }
     while free := [rank for rank, waits in left.items() if not all(whom and whom <= left.keys() for whom in waits)]:
         for rank in free:
             del left[rank]

@@ -133,7 +133,7 @@ class Watch(Quiet):
         self.watching = False  # before the check: other threads add an operation first, then read this flag
         for call in self.on_look:
             call()
-        if not any(member.pending for member in self.members.values()):
+        if not any(member.pending or member.requests for member in self.members.values()):
             return
         self.keep_watch()
         self.progress.stir()
@@ -206,6 +206,8 @@ class Watchdog:
         self.mailbox = mailbox
         self.serves = False
         """True if this rank also exchanges messages outside of operations, as a parameter server does."""
+        self.requests: list[tuple[float, Wait]] = []
+        """Waits of a parameter server here, each with the time since which, by the loop's clock."""
         self.abort: Callable[[AiodistError], None] = lambda _: None
         """Function that aborts the communicator on all ranks."""
         self._last_use: Use | None = None
@@ -365,7 +367,8 @@ class Watchdog:
         """Return the ages, in seconds, of this rank's waits in slow operations."""
         now = self._inquiry.now()
         stalled = (self._stalled.get(handle) for handle in list(self.pending))
-        return [now - each.waited for each in stalled if each is not None and each.waited < inf]
+        ages = [now - each.waited for each in stalled if each is not None and each.waited < inf]
+        return ages + [now - since for since, _ in self.requests]
 
     def waits(self, covered: float) -> list[Wait]:
         """Return the waits of this rank, first the earliest ones after the time `covered` (any thread)."""
@@ -378,11 +381,14 @@ class Watchdog:
             elif not isinstance(self.pending.get(handle), Peer) or internals.is_awaited(handle):
                 found.append((handle, now))
         collectives = [each for each in found if self.pending.get(each[0]) is True]
-        others = [each for each in found if each not in collectives]
+        others: list[tuple[Handle[Any] | Wait, float]] = [each for each in found if each not in collectives]
+        others += [(wait, since) for since, wait in self.requests]
         others.sort(key=lambda each: (each[1] <= covered, abs(each[1] - covered)))
-        return [self._wait(handle, now - since) for handle, since in (*collectives, *others[:_SHOWN])]
+        return [self._wait(what, now - since) for what, since in (*collectives, *others[:_SHOWN])]
 
-    def _wait(self, handle: Handle[Any], seconds: float) -> Wait:
+    def _wait(self, handle: Handle[Any] | Wait, seconds: float) -> Wait:
+        if isinstance(handle, Wait):
+            return handle._replace(seconds=round(seconds, 1))
         what = self.pending.get(handle)
         whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
         nbytes = self._message_of(handle) if isinstance(what, Peer) else None

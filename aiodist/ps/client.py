@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from aiodist.backends.base import DTYPES, Done
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
-from aiodist.handles import Handle, Operation
+from aiodist.handles import Handle, Operation, internals
 from aiodist.handles.kernel import Transfer, together, transfer, transfers
 from aiodist.ps.answers import Freed
 from aiodist.ps.coalescer import Handler
@@ -71,6 +71,16 @@ class Client:
         """Return the servers that have not answered, each with an open request."""
         calls = {rank: asked.op for (rank, _), asked in list(self._asked.items())}
         return calls | self.pulls.late() | self.pushes.late()
+
+    def waits(self) -> dict[Handle[Any], set[int]]:
+        """Return the calls that wait, each with the servers. A rank that leaves may wait for long (any thread)."""
+        asked = {rank for rank, _ in list(self._asked)}
+        programs = [(handle, asked) for handle in list(self.programs) if handle.op not in ("leave", "ping")]
+        waits: dict[Handle[Any], set[int]] = {}
+        for handle, servers in (*self.pushes.waits(), *self.pulls.waits(), *programs):
+            if internals.is_pending(handle):
+                waits[handle] = waits.get(handle, set()) | servers
+        return waits
 
     async def call(self, dst: int, op: str, **said: Any) -> _Said:  # noqa: ANN401
         """Ask server `dst`, in a program, and return its answer."""

@@ -160,7 +160,7 @@ class ParameterServerSession:
         self.refusal = None
         dispatcher, aborted = parts_of(self.coll).dispatcher, self.abort_everywhere
         self._watch = ServerWatch(
-            self.context, self.client, self.server, dispatcher.watch.inquiry, dispatcher.ranks, self.run, aborted
+            self.context, self.client, self.server, dispatcher.watchdog, dispatcher.ranks, self.run, aborted
         )
         with transport_lock:
             self.context.coalescer.open(self.server.handlers | self.client.handlers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -247,6 +248,12 @@ class Pushes:
         """Return the servers for which pushes wait, each with a push."""
         return {rank: f"push of {part.entry}" for part in list(self._parts.values()) for rank in list(part.applying)}
 
+    def waits(self) -> list[tuple[Handle[Any], set[int]]]:
+        """Return the handles of pushes and syncs, each with the servers for which the handle waits (any thread)."""
+        parts = [(each.operation, each.accepting or each.applying) for each in list(self._parts.values())]
+        calls = [(call.handle, servers) for call, servers in parts if isinstance(call, UserCall)]
+        return calls + [(handle, {*self.late()}) for _, handle, _ in list(self._syncs)]
+
     def late_error(self) -> BaseException | None:
         """Return the error of a push whose handle was done, once; or the reason why no push is possible."""
         error, self._late_error = self._context.refusal or self._late_error, None
@@ -409,6 +416,10 @@ class Pulls:
     def late(self) -> dict[int, str]:
         """Return the servers for which pulls wait, each with a pull."""
         return {rank: f"pull of {part.entry}" for part in list(self._parts.values()) for rank in list(part.left)}
+
+    def waits(self) -> list[tuple[Handle[Any], set[int]]]:
+        """Return the handles of pulls, each with the servers for which the handle waits (any thread)."""
+        return [(part.operation.handle, part.left) for part in list(self._parts.values())]
 
     def lose(self, rank: int, error: AiodistError) -> None:
         """End the parts of a lost server."""

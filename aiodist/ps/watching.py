@@ -9,7 +9,8 @@ from itertools import count
 from math import inf
 from typing import Any, Protocol
 
-from aiodist.communicator.inquiry import Inquiry
+from aiodist.communicator.inquiry import Wait
+from aiodist.communicator.watchdog import Watchdog
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program
 from aiodist.ps.client import Client
@@ -22,6 +23,8 @@ _PING_LOOKS = 10
 """Number of checks between two pings."""
 _ANSWER_SECONDS = 60.0
 """Longest time to the answer of a ping, in seconds. A live rank answers immediately, even if its loop is busy."""
+_SHOWN = 16
+"""Most calls in a report."""
 
 
 class Run(Protocol):
@@ -36,10 +39,11 @@ class Run(Protocol):
 class ServerWatch:
     """Watches the open requests of one rank (loop's thread).
 
-    While the oldest request of the client stays open, this rank asks the late ranks for their states, over the control
-    channel, and pings all servers, over the transport. While a request on this server waits for the order of another
-    server, this rank pings that server. An answer comes after all data messages before the ping, and a rank without an
-    answer ends the parameter server on all ranks, since a connection may lose messages without a report.
+    The watchdog of the communicator reports long waits. While the oldest request of the client stays open, this rank
+    asks the late ranks for their states, over the control channel, and pings all servers, over the transport. While a
+    request on this server waits for the order of another server, this rank pings that server. An answer comes after all
+    data messages before the ping, and a rank without an answer ends the parameter server on all ranks, since a
+    connection may lose messages without a report.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class ServerWatch:
         context: Context,
         client: Client,
         server: Server,
-        inquiry: Inquiry,
+        watchdog: Watchdog,
         world_ranks: Sequence[int],
         run: Run,
         failed: Callable[[BaseException], None],
@@ -56,12 +60,16 @@ class ServerWatch:
         self._context = context
         self._client = client
         self._server = server
-        self._inquiry = inquiry
+        self._watchdog = watchdog
+        self._inquiry = watchdog.watch.inquiry
         self._world_ranks = world_ranks
         self._run = run
         self._failed = failed
         self._since = inf
         """Time of the first question about the oldest request, or inf before one."""
+        self._began: dict[int, float] = {}
+        """Time of the first check of each open call, by number."""
+        watchdog.watch.on_look.append(self._look)
         self._task = asyncio.ensure_future(self._run_watch())
 
     async def _run_watch(self) -> None:
@@ -75,6 +83,7 @@ class ServerWatch:
         awaited: Collection[int] = ()
         for tick in count(1):
             await asyncio.sleep(_LOOK_SECONDS)
+            self._watchdog.watch.keep_watch()
             before, oldest = oldest, self._client.oldest()
             looks = looks + 1 if oldest is not None and oldest == before else 0
             pings = set(self._context.servers) if looks and looks % _PING_LOOKS == 0 else set()
@@ -91,6 +100,17 @@ class ServerWatch:
             if pings:
                 await self._run("ping", partial(self._client.pinging, pings), _ANSWER_SECONDS, now=True)
 
+    def _look(self) -> None:
+        """Let the watchdog of the communicator report the calls that were open at the last check too."""
+        now, before, calls = self._inquiry.now(), self._began, self._client.waits()
+        self._began = {call.seq: before.get(call.seq, now) for call in calls}
+        old = [(self._began[call.seq], call, ranks) for call, ranks in calls.items() if call.seq in before][:_SHOWN]
+        self._watchdog.requests = [(since, self._wait(call, ranks)) for since, call, ranks in old]
+
+    def _wait(self, call: Handle[Any], ranks: set[int]) -> Wait:
+        whom = sorted(self._world_ranks[rank] for rank in ranks if rank != self._context.rank)
+        return Wait(f"{call} on {self._context.name!r}", 0.0, whom, is_served=True)
+
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, each with an open request and the state of the rank if known."""
         late = self._client.late()
@@ -104,3 +124,6 @@ class ServerWatch:
     def close(self) -> None:
         """End the watch."""
         self._task.cancel()
+        self._watchdog.requests = []
+        if self._look in self._watchdog.watch.on_look:
+            self._watchdog.watch.on_look.remove(self._look)

@@ -92,7 +92,7 @@ class Inspector:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "thread": stack_of_thread(threading.main_thread().ident or 0),  # the loop may run in another thread
-            "waits": [{"what": what, "seconds": seconds, "ranks": ranks} for what, seconds, ranks in watch.waits()],
+            "waits": [{"what": w.what, "seconds": w.seconds, "ranks": w.ranks} for w in watch.waits()],
             "communicators": {name: member.as_json() for name, member in list(watch.members.items())},
         }
 
