@@ -220,6 +220,11 @@ class Machine(ABC):
         for worker, last in self._last.items():
             self._last[worker] = max(last, marks.get(worker, _NONE))
 
+    def late(self, *, accepts: bool) -> set[int]:
+        """Return the workers for whose pushes reads wait, and pushes too unless the server `accepts` these."""
+        waits = self.reads or (not accepts and any(list(self.held.values())))
+        return {worker for worker in self.present.copy() if not self.held[worker]} if waits else set()
+
     @property
     def _over(self) -> bool:
         return not (self.present or self.resting)
@@ -286,6 +291,12 @@ class Boundedly(Machine):
         start = min((self._clocks[worker] for worker in self.present), default=max(self._clocks.values()))
         self._clocks |= {w: start for w in self.resting.intersection(workers) if not self.held[w]}
         super().resume(workers)
+
+    def late(self, *, accepts: bool) -> set[int]:
+        """See `Machine.late`."""
+        late = super().late(accepts=accepts)
+        slowest = min((self._clocks[worker] for worker in late), default=0)
+        return {worker for worker in late if self._clocks[worker] == slowest}
 
     def _next(self) -> list[Push]:
         limit = min((self._clocks[worker] for worker in self.present), default=inf) + self._ahead

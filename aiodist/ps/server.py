@@ -269,6 +269,18 @@ class Server:
             late |= shard.late()
         return late
 
+    def waits(self) -> list[tuple[str, object, set[int]]]:
+        """Return what requests of clients wait for here, with a key of the wait and the late workers (any thread)."""
+        waits: list[tuple[str, object, set[int]]] = []
+        for shard, leader in self.shards.led().items():
+            late = leader.machine.late(accepts=self.context.policy.accepts)
+            waits.append((f"a step of {shard.name!r}", (shard.key, leader.machine.version), late))
+        if at := self._at_barrier.copy():
+            first = next(iter(at.values()))
+            late = set(self.context.workers) - at.keys() - self._directory.left
+            waits.append(("the barrier", (first.client, first.number, "barrier"), late))
+        return [wait for wait in waits if wait[2]]
+
     def _check_over(self) -> None:
         """Release all ranks, with the last entry, once all wait for the end."""
         missing = set(range(self.context.size)) - set(self.context.gone) - set(self._goodbyes)

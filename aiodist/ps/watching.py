@@ -24,7 +24,7 @@ _PING_LOOKS = 10
 _ANSWER_SECONDS = 60.0
 """Longest time to the answer of a ping, in seconds. A live rank answers immediately, even if its loop is busy."""
 _SHOWN = 16
-"""Most calls in a report."""
+"""Number of waits given to the watchdog, the longest ones."""
 
 
 class Run(Protocol):
@@ -67,8 +67,8 @@ class ServerWatch:
         self._failed = failed
         self._since = inf
         """Time of the first question about the oldest request, or inf before one."""
-        self._began: dict[int, float] = {}
-        """Time of the first check of each open call, by number."""
+        self._began: dict[object, float] = {}
+        """Time of the first check of each wait, by the number of the call or by the key of the server's wait."""
         watchdog.watch.on_look.append(self._look)
         self._task = asyncio.ensure_future(self._run_watch())
 
@@ -101,15 +101,18 @@ class ServerWatch:
                 await self._run("ping", partial(self._client.pinging, pings), _ANSWER_SECONDS, now=True)
 
     def _look(self) -> None:
-        """Let the watchdog of the communicator report the calls that were open at the last check too."""
-        now, before, calls = self._inquiry.now(), self._began, self._client.waits()
-        self._began = {call.seq: before.get(call.seq, now) for call in calls}
-        old = [(self._began[call.seq], call, ranks) for call, ranks in calls.items() if call.seq in before][:_SHOWN]
-        self._watchdog.requests = [(since, self._wait(call, ranks)) for since, call, ranks in old]
+        """Let the watchdog report the calls of this rank, and the requests that wait on its server."""
+        now, before = self._inquiry.now(), self._began
+        calls: list[tuple[object, object, set[int]]] = []
+        calls += [(call, call.seq, ranks) for call, ranks in self._client.waits().items()]
+        waits = calls + self._server.waits()
+        self._began = {key: before.get(key, now) for _, key, _ in waits}
+        old = sorted([each for each in waits if each[1] in before], key=lambda each: self._began[each[1]])
+        self._watchdog.requests = [(self._began[key], self._wait(what, ranks)) for what, key, ranks in old[:_SHOWN]]
 
-    def _wait(self, call: Handle[Any], ranks: set[int]) -> Wait:
+    def _wait(self, what: object, ranks: set[int]) -> Wait:
         whom = sorted(self._world_ranks[rank] for rank in ranks if rank != self._context.rank)
-        return Wait(f"{call} on {self._context.name!r}", 0.0, whom, is_served=True)
+        return Wait(f"{what} on {self._context.name!r}", 0.0, whom, is_served=True)
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, each with an open request and the state of the rank if known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -101,8 +102,11 @@ def test_p12_a_call_that_waits_for_another_worker_is_reported(
 
     found = reports(main, caplog, 3, servers=[0], workers=[1, 2], consistency=consistency)
     assert len(found) in (2, 3)
+    line = inspect.getsourcelines(main)[1]
     for report in found:
         assert "rank 1 waits for rank 0 in pu" in report
+        assert "waits for rank 2 in a step of 'w' on 'world/dup1.0', for 1" in report
+        assert f"its loop answers; it is at {__file__}:{line + 3} in" in report
         assert "a deadlock, unless" not in report
 
 
@@ -118,6 +122,7 @@ def test_p12_a_late_worker_is_reported_each_minute(caplog: pytest.LogCaptureFixt
     assert len(found) == 2
     for report in found:
         assert "rank 0 waits for rank 1 in barrier #" in report
+        assert "rank 0 waits for rank 2 in the barrier on " in report
         assert "a deadlock, unless" not in report
 
 
