@@ -228,7 +228,7 @@ class Binding:
             raise failed
 
     def abort(self) -> None:
-        self.ended = self.ended or "was given up"  # a failed close has set it
+        self.ended = self.ended or "was aborted"  # a failed close has set it
         self.compute.stream.abort()
         self.reducer.hook.abort()
         self.reducer.release()

@@ -111,17 +111,18 @@ async def test_n3_a_parameter_that_is_changed_within_backward(coll: Communicator
 @pytest.mark.ranks(2)
 async def test_n3_a_step_beside_a_pass_that_goes_on(coll: Communicator) -> None:
     """A plain optimizer steps after an early exit from the loop over gradients, while the pass continues."""
-    module = Trial.Mlp()
-    net = await DataParallel.create(module, coll, **Trial.FEW)
-    opt = SGD(net.parameters(), lr=0.1)
-    await net.backward(Trial.loss(net, coll.rank, 0))  # the first reduction takes longer, and all may end together
+    module = torch.nn.Sequential(torch.nn.Linear(3000, 3000), torch.nn.Linear(3000, 1))
+    net = await DataParallel.create(module, coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt = SGD(net.parameters(), lr=1e-6)
+    x = torch.rand(1, 3000) + coll.rank
+    await net.backward(net(x).sum())
     net.zero_grad()
-    async for _ in net.backward_iter(Trial.loss(net, coll.rank, 0)):
+    async for _ in net.backward_iter(net(x).sum()):  # the large gradient is reduced last
         with pytest.raises(RuntimeError, match=NOT_REDUCED):
             opt.step()
         break
     net.zero_grad()
-    await net.backward(Trial.loss(net, coll.rank, 1))
+    await net.backward(net(x).sum())
     opt.step()
     await assert_synchronized(net.module, coll)
 

@@ -62,7 +62,8 @@ async def work(coll: Communicator, ps: ParameterServer, w: dict[str, torch.Tenso
             await ps.sync()
             await ps.barrier()
             break
-        except (PeerLost, CommunicatorError):  # this rank had no more to push when the server was killed
+        except (PeerLost, CommunicatorError) as error:  # this rank had no more to push when the server was killed
+            sys.stdout.write(f"lost: {type(error).__name__}\n")
             coll = await regrouped(coll, ps)
     found = [t.unique().tolist() for t in await ps.pull(list(w))]
     sys.stdout.write(f"found: {found} {coll.rank} of {coll.size}\n")
