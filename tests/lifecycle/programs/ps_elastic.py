@@ -61,11 +61,12 @@ async def work(coll: Communicator, ps: ParameterServer, w: dict[str, torch.Tenso
         try:
             await ps.sync()
             await ps.barrier()
+            pulled = await ps.pull(list(w))
             break
-        except (PeerLost, CommunicatorError) as error:  # this rank had no more to push when the server was killed
+        except (PeerLost, CommunicatorError) as error:  # the server was killed after this rank's pushes
             sys.stdout.write(f"lost: {type(error).__name__}\n")
             coll = await regrouped(coll, ps)
-    found = [t.unique().tolist() for t in await ps.pull(list(w))]
+    found = [t.unique().tolist() for t in pulled]
     sys.stdout.write(f"found: {found} {coll.rank} of {coll.size}\n")
 
 
