@@ -76,7 +76,9 @@ class Posted(Handle[T]):
     def _attend(self) -> None:
         if self._owner.paused:
             self._owner.resume(self)
-        self._owner.hold(self if self._is_pending else None)
+        self._owner.hold(self)
+        if not self._is_pending:  # after the hold, since another thread may settle the handle meanwhile
+            self._owner.hold(None)
 
     def _leave(self) -> None:
         """Release the handle after the last wait, and pause the operation if that wait ended early."""

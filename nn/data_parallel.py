@@ -376,6 +376,7 @@ class DataParallel(MadeTogether, ModuleLike):
         Raises:
             TypeError: If an argument has no `state_dict`.
             RemoteError: If the block raised on another rank, also on ranks that have left the loop.
+            MismatchError: After different numbers of steps, if ranks give different numbers of optimizers.
 
         If the block raises, this rank does not wait. With `op="sum"` the shares that `no_sync` made count only as far
         as their ranks still have data.

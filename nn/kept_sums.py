@@ -70,12 +70,8 @@ class KeptSums:
 
     @property
     def adds_to_sums(self) -> bool:
-        """True if a pass in a `join` block adds to a sum: the number of ranks with data must be known first."""
-        return (
-            self._consensus.joining > 0
-            and self._ranks > 0
-            and any(slot.parameter.grad is not None for slot in self._slots)
-        )
+        """True if the next pass adds to a sum: in a `join` block the number of ranks with data must be known first."""
+        return self._ranks > 0 and any(slot.parameter.grad is not None for slot in self._slots)
 
     def divide(self, ranks: int | None = None) -> None:
         """Divide all sums before a backward adds to them; `ranks` have data, if that is known."""

@@ -33,7 +33,7 @@ class NetDriver(MadeTogether, Driver):
 
     @located
     async def flush(self) -> None:
-        """Make all pending updates and averages, and return when all ranks have the same parameters.
+        """Make all pending updates and averages: this rank then has the parameters of all, with `Elastic` the centre.
 
         All ranks call it. If nothing is pending, nothing is sent.
 

@@ -59,7 +59,7 @@ class PassStatus:
     stops: int = 0
     """Number of ranks that ask all to stop after this pass."""
     alike: bool = True
-    """True if the parameters of all ranks are those after as many steps."""
+    """True if the parameters of all ranks are those after the same steps and loads."""
     same_settings: bool = True
     """True if the ranks that send settings of their steps have the same."""
 
@@ -116,7 +116,7 @@ class PassStatus:
 
     @property
     def sound(self) -> bool:
-        """True if no rank failed, and all end the same pass, after as many steps, with the same settings."""
+        """True if no rank failed, and all end the same pass, after the same steps, with the same settings."""
         return not self.failures and not any(self.kinds) and self.alike and self.same_settings
 
     def wanted(self) -> tuple[list[bool], list[bool]] | None:

@@ -122,11 +122,6 @@ class Pass:
     # --- what is known -----------------------------------------------------------------------------------------------
 
     @property
-    def status(self) -> PassStatus | None:
-        """Sum of all ranks' pass status, as soon as it is known."""
-        return self.machine.status
-
-    @property
     def error(self) -> BaseException | None:
         """First error of the pass, as far as is known."""
         return self.machine.error

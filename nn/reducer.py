@@ -86,7 +86,7 @@ class Reducer:
         self.hook = hook
         self.statistics = DataParallelStatistics(0, 0, 0, 0, 0.0, 0.0)
         self.last: Pass | None = None
-        """Newest pass."""
+        """Newest pass; None after its end, unless it failed or there are devices."""
         self.kept_by: object = None
         """Optimizer for which buckets are kept."""
         self.owner: object = None
@@ -121,9 +121,9 @@ class Reducer:
         """Remove the hooks for good: another net may own the parameters now."""
         self.hooks.remove()
         self.steps.release()
-        if self.last is not None:
-            self.last.abort()
-            self.last = None  # else the reference cycle keeps the gradients until garbage is collected
+        last, self.last = self.last, None  # else the reference cycle keeps the gradients until garbage is collected
+        if last is not None:
+            last.abort()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -150,7 +150,7 @@ class Reducer:
         """
         if self.owner is not None:
             raise RuntimeError(f"the net has {self.owner!r}: close() that first")
-        self.urgent, self.kept_by = urgent, by
+        self.urgent, self.kept_by = self.urgent or urgent, by  # a pipelined optimizer may step again later
         kept = self._planner.keep(groups)
         self.hooks.place(self._planner.plan)
         return kept
@@ -260,7 +260,7 @@ class Reducer:
             this.end_alone()
             self._count(this)
             Operation.of(this.over).resolve(None)
-            self.last = self.steps.current = None
+            self.steps.current = self.last = None  # `last` last: without it the next pass may begin
             return
         trouble = None
         if error is None and this.machine.terms.active and not (this.refused or this.alone):
@@ -318,7 +318,7 @@ class Reducer:
         if not plan.learnt and status is not None and status.active and status.sound:
             await self._learn(plan)
         if error is None and not self.devices:  # with devices, the next pass may have begun
-            self.last = self.steps.current = None
+            self.steps.current = self.last = None  # `last` last: without it the next pass may begin
 
     async def _learn(self, plan: BucketPlan) -> None:
         """Learn the order in which rank 0's gradients came."""

@@ -251,7 +251,7 @@ class InFlight(Protocol):
 
     @property
     def usable(self) -> Handle[None]:
-        """Handle that is done when all gradients are reduced."""
+        """Handle that is done when all gradients may be used."""
 
     def withholds(self, parameter: int) -> bool:
         """Return True while the gradient of the parameter with this id is not reduced."""
@@ -290,7 +290,7 @@ class Steps:
         self.partial = False
         """True in a backward of a list of closures that is not the last one, and leaves gradients on this rank."""
         self.current: InFlight | None = None
-        """The newest pass, or None after its end."""
+        """The newest pass; None after its end, unless it failed or there are devices."""
         self._module = shared.module
         self.names: Mapping[int, str] = {id(parameter): name for name, parameter in shared.named_parameters()}
         """Names of the parameters that the net reduces, by their ids."""

@@ -179,19 +179,18 @@ class Endpoint:
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
         number: int | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
         `number` is the operation's number, by default `tag`. The key of the operation has this number, since tags
-        repeat after some operations. `ranks` are the participating ranks of the transport, in order, or None for all.
+        repeat after some operations.
         """
         self.transport = transport
         self.device_messages = device_messages
         self.traffic = traffic
-        self.ranks: Sequence[int] = range(transport.size) if ranks is None else ranks
+        self.ranks: Sequence[int] = range(transport.size)
         """Ranks in the transport, by rank of the endpoint."""
-        self.rank = transport.rank if ranks is None else ranks.index(transport.rank)
+        self.rank = transport.rank
         self.size = len(self.ranks)
         self.tag = tag
         self.key = (tag if number is None else number) << KEY_BITS

@@ -17,7 +17,8 @@ from aiodist.control import Channel, name_ranks
 from aiodist.handles import Progress
 
 _TOPIC = "whereabouts"
-_ANSWER_SECONDS = 0.3  # a rank without an answer after this is reported as silent
+ANSWER_SECONDS = 0.3
+"""Time after which a rank without an answer is reported as silent, in seconds."""
 _LOOP_SECONDS = 0.2  # a loop without an answer after this is reported as silent
 _NEWS_SECONDS = 2.0  # an older answer is reported with its age
 
@@ -122,7 +123,7 @@ class Inquiry:
         now = self.now()
         for rank in ranks:
             entry = self._entries.setdefault(rank, _RankEntry())
-            if now - entry.asked < _ANSWER_SECONDS and entry.answer_to != entry.number:
+            if now - entry.asked < ANSWER_SECONDS and entry.answer_to != entry.number:
                 continue  # the answer is outstanding
             entry.number += 1
             entry.asked = now
@@ -148,7 +149,7 @@ class Inquiry:
     def is_silent(self, rank: int) -> bool:
         """Return True if `rank` has not answered the last question in time."""
         entry = self._entries.get(rank)
-        return entry is not None and entry.answered < entry.asked <= self.now() - _ANSWER_SECONDS
+        return entry is not None and entry.answered < entry.asked <= self.now() - ANSWER_SECONDS
 
     def text(self, rank: int, since: float) -> str | None:
         """Return the state of `rank` as text, or None if nothing is known since `since`."""

@@ -156,11 +156,11 @@ class PointToPoint(Base):
             return None
         return partial(accelerator.work, self.name, self.device)
 
-    def _work_for(self, into: Tensor | None) -> list[DeviceWork]:
-        """Return the work of a receive on the device of `into`, or of a message that may come from a device."""
-        if into is None:
+    def _work_for(self, t: Tensor | None) -> list[DeviceWork]:
+        """Return the work of a message on the device of `t`, or without `t` of one that may come from a device."""
+        if t is None:
             return self._work_expected(None)
-        return [] if into.is_cpu else self._work_on([into.device], None)
+        return [] if t.is_cpu else self._work_on([t.device], None)
 
     def sendrecv(
         self,

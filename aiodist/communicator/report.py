@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from aiodist.communicator.inquiry import Inquiry, Wait
+from aiodist.communicator.inquiry import ANSWER_SECONDS, Inquiry, Wait
 
 REPORT_SECONDS = 10.0
 """Default age of a reported wait, in seconds."""
 _PAUSE_SECONDS = 60.0  # between two reports
-_ANSWER_SECONDS = 0.3
 _TURN_SECONDS = 2.0  # time for a lower rank to report in place of this one
 _COUNTED_SECONDS = 1.0  # shortest wait in a report, at most half of `after`
 _SHOWN = 16
@@ -45,7 +44,7 @@ class StallReporter:
         elif self._asked is None:
             self._asked = now
             self._inquiry.ask(self._others(), "")
-        elif now >= self._asked + (_TURN_SECONDS if self._is_anothers(now) else _ANSWER_SECONDS):
+        elif now >= self._asked + (_TURN_SECONDS if self._is_anothers(now) else ANSWER_SECONDS):
             text = self._text(max(due))
             self._inquiry.announce_report()
             _log.warning(text)
@@ -66,14 +65,14 @@ class StallReporter:
         assert self._asked is not None
         known = (self._inquiry.answer(rank, self._asked) for rank in range(self._inquiry.channel.rank))
         waits = (wait for answer in known if answer is not None for wait in answer.waits)
-        return any(self._is_due(wait.seconds + 2 * _ANSWER_SECONDS, now) for wait in waits)
+        return any(self._is_due(wait.seconds + 2 * ANSWER_SECONDS, now) for wait in waits)
 
     def _text(self, seconds: float) -> str:
         """Return the report, with the waits of this rank, the states of late ranks, and the waits of other ranks."""
         assert self._asked is not None
         assert self.after is not None
         channel = self._inquiry.channel
-        since = self._asked - _ANSWER_SECONDS  # an outstanding question was not repeated
+        since = self._asked - ANSWER_SECONDS  # an outstanding question was not repeated
         waiting = {channel.rank: self._waits()}
         for rank in self._others():
             answer = self._inquiry.answer(rank, since)

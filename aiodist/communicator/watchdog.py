@@ -206,8 +206,8 @@ class Watchdog:
         self.mailbox = mailbox
         self.serves = False
         """True if this rank also exchanges messages outside of operations, as a parameter server does."""
-        self.requests: list[tuple[float, Wait]] = []
-        """Waits of a parameter server here, each with the time since which, by the loop's clock."""
+        self.requests: list[tuple[Wait, float]] = []
+        """Waits of calls to a parameter server, and of requests that wait here, each with its start in loop time."""
         self.abort: Callable[[AiodistError], None] = lambda _: None
         """Function that aborts the communicator on all ranks."""
         self._last_use: Use | None = None
@@ -342,8 +342,7 @@ class Watchdog:
     @property
     def is_inner(self) -> bool:
         """True if this rank's last operation here is a part of a user's call such as "net.step"."""
-        last = self._oplog.last()
-        return last is not None and bool(last.call)
+        return (last := self._oplog.last()) is not None and bool(last.call)
 
     def last(self) -> str:
         """Return the last operation of this rank as text (any thread)."""
@@ -358,8 +357,7 @@ class Watchdog:
         """Return the waiting ranks, with the last operations of this rank, as values of JSON (any thread)."""
         seq = self._oplog.seq
         records = (self._oplog.find(number) for number in range(max(0, seq - _RECENT), seq))
-        collectives = [handle for handle, meets in self.pending.items() if meets is True]
-        pending = {handle.seq for handle in collectives if internals.is_pending(handle)}
+        pending = {h.seq for h, meets in self.pending.items() if meets is True and internals.is_pending(h)}
         operations = [record.as_json(pending=record.seq in pending) for record in records if record is not None]
         return {"ranks": list(self._ranks), "last": self.last(), "operations": operations}
 
@@ -368,7 +366,7 @@ class Watchdog:
         now = self._inquiry.now()
         stalled = (self._stalled.get(handle) for handle in list(self.pending))
         ages = [now - each.waited for each in stalled if each is not None and each.waited < inf]
-        return ages + [now - since for since, _ in self.requests]
+        return ages + [now - since for _, since in self.requests]
 
     def waits(self, covered: float) -> list[Wait]:
         """Return the waits of this rank, first the earliest ones after the time `covered` (any thread)."""
@@ -381,8 +379,7 @@ class Watchdog:
             elif not isinstance(self.pending.get(handle), Peer) or internals.is_awaited(handle):
                 found.append((handle, now))
         collectives = [each for each in found if self.pending.get(each[0]) is True]
-        others: list[tuple[Handle[Any] | Wait, float]] = [each for each in found if each not in collectives]
-        others += [(wait, since) for since, wait in self.requests]
+        others: list[tuple[Handle[Any] | Wait, float]] = [*(e for e in found if e not in collectives), *self.requests]
         others.sort(key=lambda each: (each[1] <= covered, abs(each[1] - covered)))
         return [self._wait(what, now - since) for what, since in (*collectives, *others[:_SHOWN])]
 

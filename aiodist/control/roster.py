@@ -27,7 +27,7 @@ class Exit:
     exitcode: int | None = None
     """Exit code that the rank reported, or None, as for a killed process."""
     host: int | None = None
-    """Rank in whose process the lost hub ran, or None for a hub in the launcher and for a rank."""
+    """Rank that was lost together with this hub, or None."""
 
     def error(self) -> PeerLost | RemoteError:
         """Return the exception for this exit: `RemoteError` if a traceback is known, otherwise `PeerLost`."""

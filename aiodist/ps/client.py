@@ -69,7 +69,7 @@ class Client:
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, each with an open request."""
-        calls = {rank: asked.op for (rank, _), asked in list(self._asked.items())}
+        calls = {rank: asked.op for (rank, _), asked in self._asked.copy().items()}  # a list of items is not atomic
         return calls | self.pulls.late() | self.pushes.late()
 
     def waits(self) -> dict[Handle[Any], set[int]]:

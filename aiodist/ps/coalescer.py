@@ -220,10 +220,20 @@ class Coalescer:
                 self._send(dst, peer, *peer.take())
             if peer.handled:  # no answer has reported these frames
                 self._send(dst, peer, bytearray(FRAME.size), False)
-        if self.congested:
-            self.congested = any(peer.full for peer in self._peers)
-        if self._own and not self._handling_own:
-            self._handle_own()
+        self.congested = self.congested and any(peer.full for peer in self._peers)
+        if not self._own or self._handling_own:
+            return
+        self._handling_own = True
+        try:
+            while self._own:
+                kind, body = self._own.popleft()
+                self._handlers[kind](self.rank, memoryview(body))
+        except Exception as error:  # noqa: BLE001  - as in `_arrived`
+            self._report(self.rank, error)
+        finally:
+            self._handling_own = False
+        if self._to_flush:
+            self.flush()
 
     def _send(self, dst: int, peer: _Peer, frame: bytearray, has_requests: bool) -> None:
         self.sent_bytes += len(frame)
@@ -249,7 +259,7 @@ class Coalescer:
         self._transport.irecv(t, src, _DATA_TAGS + number % _DATA_TAGS, self._peers[src].receives.begin(done))
 
     def ended_sends(self, dst: int) -> int:
-        """Return a number of data messages to `dst`: the transport has taken all below it from this rank."""
+        """Return the number of the first data message to `dst` that the transport has not taken."""
         return self._peers[dst].sends.ended
 
     def when_received(self, src: int, number: int, done: Done) -> None:
@@ -311,19 +321,6 @@ class Coalescer:
         """Report the error of a handler, after which the order of requests is lost."""
         self._progress.report(f"parameter server: an entry of rank {source} failed", error)
         self._failed(error)
-
-    def _handle_own(self) -> None:
-        self._handling_own = True
-        try:
-            while self._own:
-                kind, body = self._own.popleft()
-                self._handlers[kind](self.rank, memoryview(body))
-        except Exception as error:  # noqa: BLE001  - as in `_arrived`
-            self._report(self.rank, error)
-        finally:
-            self._handling_own = False
-        if self._to_flush:
-            self.flush()
 
     # --- the end ---------------------------------------------------------------------------------------------
 

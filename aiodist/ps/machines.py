@@ -221,7 +221,7 @@ class Machine(ABC):
             self._last[worker] = max(last, marks.get(worker, _NONE))
 
     def late(self, *, accepts: bool) -> set[int]:
-        """Return the workers for whose pushes reads wait, and pushes too unless the server `accepts` these."""
+        """Return the workers for whose pushes reads wait, or held pushes unless the server `accepts` pushes early."""
         waits = self.reads or (not accepts and any(list(self.held.values())))
         return {worker for worker in self.present.copy() if not self.held[worker]} if waits else set()
 

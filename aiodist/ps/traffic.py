@@ -229,7 +229,7 @@ class Pushes:
         return True
 
     def _end(self, number: int, operation: Ends | None, error: BaseException | None) -> None:
-        """End a push for syncs, and for its call `operation` unless that waits on."""
+        """End a push for syncs, and a part of its call `operation`; with None, the call stays open."""
         if operation is not None and operation.part_over(error) and isinstance(operation, UserCall):
             self._context.counts["push_seconds"] += operation.seconds
         self._open.discard(number)
@@ -250,9 +250,11 @@ class Pushes:
 
     def waits(self) -> list[tuple[Handle[Any], set[int]]]:
         """Return the handles of pushes and syncs, each with the servers for which the handle waits (any thread)."""
-        parts = [(each.operation, each.accepting or each.applying) for each in list(self._parts.values())]
-        calls = [(call.handle, servers) for call, servers in parts if isinstance(call, UserCall)]
-        return calls + [(handle, {*self.late()}) for _, handle, _ in list(self._syncs)]
+        parts = list(self._parts.values())
+        ends = [(each.operation, each.accepting or each.applying) for each in parts]
+        calls = [(call.handle, servers) for call, servers in ends if isinstance(call, UserCall)]
+        servers = {rank for each in parts for rank in list(each.applying)}
+        return calls + [(handle, servers) for _, handle, _ in list(self._syncs)]
 
     def late_error(self) -> BaseException | None:
         """Return the error of a push whose handle was done, once; or the reason why no push is possible."""

@@ -1,4 +1,4 @@
-"""Finds the ranks for which the requests of a rank wait: for errors at deadlines, and after lost messages."""
+"""Finds the late ranks of open requests: for reports, for errors at deadlines, and after lost messages."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ServerWatch:
         waits = calls + self._server.waits()
         self._began = {key: before.get(key, now) for _, key, _ in waits}
         old = sorted([each for each in waits if each[1] in before], key=lambda each: self._began[each[1]])
-        self._watchdog.requests = [(self._began[key], self._wait(what, ranks)) for what, key, ranks in old[:_SHOWN]]
+        self._watchdog.requests = [(self._wait(what, ranks), self._began[key]) for what, key, ranks in old[:_SHOWN]]
 
     def _wait(self, what: object, ranks: set[int]) -> Wait:
         whom = sorted(self._world_ranks[rank] for rank in ranks if rank != self._context.rank)

@@ -66,7 +66,7 @@ class Inspector:
             self._news.wait(left)
             self._news.clear()
         found = [{"rank": rank, **answer} for rank, answer in answers.items()]
-        found += [{"rank": rank, "left": exit.cause} for rank, exit in exits.items()]
+        found += [{"rank": rank, "left": exit.cause} for rank, exit in exits.items() if exit.host is None]
         return sorted(found, key=lambda answer: answer["rank"])
 
     def _heard(self, src: int, message: list[Any]) -> None:

@@ -57,7 +57,7 @@ async def agree(
             json.dumps(fact)
             digest = sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
         except Exception as unsuitable:  # noqa: BLE001  - raised below, when the other ranks know
-            unsuitable.add_note(f"the facts of {what} are no value of JSON")
+            unsuitable.add_note(f"JSON cannot hold the facts of {what}")
             error = unsuitable
     failure = None if error is None else folded(error, programs=True)
     try:

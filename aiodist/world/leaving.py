@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.registry import Registry
-from aiodist.control import Channel
+from aiodist.control import HUB, Channel
 from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError
 from aiodist.handles import Origin
 from aiodist.threads import OwnThread
@@ -187,7 +187,7 @@ async def abort(registry: Registry[Any], channel: Channel, end: End, seconds: fl
     with suppress(TimeoutError, AiodistError, RuntimeError, OSError):
         async with asyncio.timeout(seconds):
             await registry.abort(CommunicatorAborted(f"this rank failed: {end.cause}"))
-            while patient and len(channel.exits()) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
+            while patient and len(channel.exits().keys() - {HUB}) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
                 await asyncio.sleep(0.02)
             await registry.close_memory()  # others are notified
             await channel.aclose()

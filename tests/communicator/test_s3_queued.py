@@ -168,10 +168,13 @@ async def test_s3_queued_is_refused_while_a_graph_is_captured(
 async def test_s3_queued_bytes_are_in_flight_until_then(coll: Communicator, queues: list[DeviceWork]) -> None:
     await opened(coll)
     x = torch.ones(8).to(coll.device)
+    (group,) = accelerator_of(coll).groups_of(coll.name)
+    stream: Any = group.stream
+    stream.hold()
     handle = coll.allreduce(x, impl="nccl")
-    if not handle.done():
-        with pytest.raises(ValueError, match="still owns"):
-            coll.allreduce(x[2:5], impl="nccl")
+    with pytest.raises(ValueError, match="still owns"):
+        coll.allreduce(x[2:5], impl="nccl")
+    stream.release()
     await handle
     await coll.allreduce(x, impl="nccl")
     assert x.tolist() == [4.0] * 8

@@ -56,7 +56,7 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
 
 
 def has_status(reduction: Any) -> bool:
-    return reduction.status is not None
+    return reduction.machine.status is not None
 
 
 def is_agreeing(net: DataParallel) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from aiodist import Communicator
-from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer
 from tests.nn.pipelined.conftest import Course
 
 
@@ -199,3 +199,15 @@ async def test_n7_a_state_of_what_is_updated(coll: Communicator) -> None:
     opt.load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match="without the numbers of its parameters"):
         opt.load_state_dict([each.state_dict() for each in opt.optimizers])
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n7_it_steps_again_after_a_sharded_optimizer_of_the_net_was_closed(coll: Communicator) -> None:
+    net = await Course.split(Course.mlp(), coll)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
+    sharded = await ShardedOptimizer.create(net, Course.sgd)
+    sharded.close()
+    await Course.train(net, opt, coll)
+    expected = Course.mlp()
+    Course.reference(expected, Course.sgd(expected.parameters()), coll.size)
+    Course.same(net.module, expected)
