@@ -125,13 +125,12 @@ def examine(environ: Mapping[str, str], choice: str = "auto") -> Report:
     }
     met = Answer(None)
     if of_torch.said:
-        over_mpi = mpi is not None and version("mpi4py") is not None
-        if mpi and over_mpi:
+        if mpi and version("mpi4py"):
             met = ask_ranks(mpi.mpirun, "ranks")
             found["mpi"] = ranks(met, "two ranks met, with MPI_THREAD_MULTIPLE")
             if choice == "auto" and found["mpi"].state is State.FAIL:
                 choice = "none"  # else `aiodist run` would choose this MPI
-        if choice == "none" or not over_mpi:
+        if choice == "none" or "mpi" not in found:
             met = ask_ranks("none", "ranks")
         sockets = ask_ranks("none", "sockets") if of_torch.said["gloo"] else Answer(None, "this torch has no gloo")
         found |= {"gloo": ranks(sockets, "two ranks met over sockets"), "shm": shm(met)}

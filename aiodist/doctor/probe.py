@@ -64,8 +64,8 @@ def ranks(backend: str | None = None) -> None:
                 from mpi4py import MPI
 
                 said["library"] = MPI.Get_library_version().splitlines()[0].split(",")[0].strip(" \0")
-            chosen = {"The implementation of each operation by size": str(coll.selector)}
             if coll.rank == 0:
+                chosen = {"The implementation of each operation by size": str(coll.selector)}
                 answer({**said, "tables": {"Implementations for two ranks": str(offers), **chosen}})
 
     aiodist.run(main())
