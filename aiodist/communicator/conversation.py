@@ -10,8 +10,8 @@ statement, is known to be dead, or has not answered within `LIVENESS_SECONDS`.
 
 The verdict is a pure function of the statements and of the exits, whose order is the same on all ranks. So ranks with
 the same statements and exits raise the same error. A mismatch comes before a lost rank, a lost rank before a silent
-one, and a silent rank before a failure of one rank's part. Each of these causes can follow from an earlier one. A rank
-makes only one statement for a number, even if the operation fails later.
+one, a silent rank before one that one part found to have left, and that before another failure of a part. Each of these
+causes can follow from an earlier one. A rank makes only one statement for a number, even if the operation fails later.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Cause(IntEnum):
     NONE = 0
     FAILED = 1
     """The part of one rank failed: in a library, or in code of the user."""
-    SILENT = 2
+    GONE = 2
+    """Another rank has left, as the part of one rank found."""
+    SILENT = 3
     """A rank did not answer."""
-    LOST = 3
+    LOST = 4
     """A rank died, or cannot be reached."""
-    MISMATCH = 4
+    MISMATCH = 5
     """The ranks disagree."""
 
 

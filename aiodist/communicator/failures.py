@@ -17,7 +17,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, TypeVarTuple
 
-from aiodist.backends.base import Stopped, Transport, again, key_of
+from aiodist.backends.base import PeerGone, Stopped, Transport, again, key_of
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.endpoint import Differ, Traffic
 from aiodist.communicator.conversation import (
@@ -139,7 +139,8 @@ class Failures:
         if number < 0:
             self.inquire(error, partial(self._settlement.settle, operation, None, final=True))
         else:
-            self._state(number, Cause.MISMATCH if isinstance(error, MismatchError) else Cause.FAILED, _text(error))
+            cause = Cause.GONE if isinstance(error, PeerGone) else Cause.FAILED
+            self._state(number, Cause.MISMATCH if isinstance(error, MismatchError) else cause, _text(error))
         return False
 
     def differ(self, operation: CommunicatorOperation) -> None:
@@ -396,6 +397,8 @@ class Failures:
             if verdict.silent:
                 own.add_note(silent)
             return own
+        if verdict.cause is Cause.GONE:
+            return PeerGone(f"{called}: {verdict.error}", comm=self._name)
         if verdict.cause is Cause.SILENT:
             return PeerError(f"{called} failed, and {silent}: {verdict.error}", comm=self._name)
         return RemoteError(f"{called}: rank {rank}'s part failed: {verdict.error}", raised_by=rank, comm=self._name)

@@ -198,6 +198,7 @@ CASES: dict[str, tuple[list[Statement], Cause, int]] = {
     "a failure that is a mismatch": ([BROKEN, MAX], DIFFER, -1),
     "one fails": ([BROKEN, SUM], FAILED, 0),
     "both fail": ([BROKEN, BROKEN], FAILED, 0),
+    "one has left": ([BROKEN, SUM._replace(cause=Cause.GONE, error="rank 2 has left"), SUM], Cause.GONE, 1),
     "not issued": ([LATER, BROKEN], FAILED, 1),
     "three differ": ([SUM._replace(cause=DIFFER), MAX, SUM], DIFFER, -1),
     "one of three has not issued it": ([SUM._replace(cause=DIFFER), MAX._replace(cause=DIFFER), LATER], DIFFER, -1),
