@@ -8,6 +8,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # the working directory, where a file `select.py` would be taken for the standard module
 
 import asyncio
+import math
 import os
 from io import TextIOWrapper
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aiodist.env import variables, wants_full_tracebacks
+from aiodist.env import alias, variables, wants_full_tracebacks
 from aiodist.errors import AiodistError, ConfigError, pointer
 
 if TYPE_CHECKING:
@@ -112,6 +113,14 @@ def run(  # noqa: PLR0913 - one for each option
         int, typer.Option(metavar="S", help="Start S more ranks, the last ones, that only serve parameters.")
     ] = 0,
     module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like python -m.")] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="gloo|nccl|mpi",
+            help="Give aiodist to a program of torch.distributed that asks for this backend, or for none.",
+        ),
+    ] = None,
     mpi: _Mpi = "auto",
     hosts: _Hosts = "",
     hostfile: _Hostfile = None,
@@ -142,13 +151,14 @@ def run(  # noqa: PLR0913 - one for each option
         float, typer.Option(metavar="S", min=0, help="Seconds between SIGTERM and SIGKILL when the job stops.")
     ] = 3.0,
     finish_within: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds for the other ranks to end after a rank that never used aiodist ends with 0.",
+            help="Seconds for the other ranks to end after a rank that never used aiodist ends with 0; "
+            "default: 5, without a limit with --as.",
         ),
-    ] = 5.0,
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Let the other ranks continue when a rank fails; with --mpi none.")
     ] = False,
@@ -185,6 +195,8 @@ def run(  # noqa: PLR0913 - one for each option
     search = variables().get("PATH", os.defpath)
     program, *command = command_of((script, *(args or ())), module=module, search=search)
     wanted = elastic_range(elastic)
+    backend = backend or alias()
+    patience = (5.0 if backend is None else math.inf) if finish_within is None else finish_within
     own = [] if pin is None else [f"AIODIST_PIN={int(pin)}"]
     if stragglers:
         own.append("AIODIST_STRAGGLERS=1")
@@ -196,16 +208,17 @@ def run(  # noqa: PLR0913 - one for each option
         command=tuple(command),
         ranks=count,
         servers=servers,
-        mpi="none" if wanted and mpi == "auto" else mpi,
+        mpi="none" if (wanted or backend) and mpi == "auto" else mpi,
         mpi_args=tuple(mpi_arg or ()),
         exports=(*own, *(export or ())),
         log_dir=log_dir,
         prefix=prefix,
         timeout=timeout,
         kill_after=kill_after,
-        finish_within=finish_within,
+        finish_within=patience,
         keep_going=keep_going,
         elastic=wanted,
+        alias=backend,
         hosts=where,
         rsh=rsh,
         iface=iface,
@@ -342,6 +355,22 @@ def explain(
     from aiodist.doctor.explain import explain as show
 
     show(name, Console())
+
+
+@app.command()
+def hook(
+    install: Annotated[bool, typer.Option("--install", help="Write the hook into the site-packages.")] = False,
+    uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove the hook.")] = False,
+) -> None:
+    """Install a start-up hook in this Python, which lets programs follow AIODIST_AS without `aiodist run --as`.
+
+    torchrun and other starters need it: `AIODIST_AS=gloo torchrun --nproc-per-node 2 train.py`.
+    """
+    from aiodist.alias import hook as hooks
+
+    if install is uninstall:
+        raise ConfigError("aiodist hook: expected --install or --uninstall")
+    typer.echo(hooks.install() if install else hooks.uninstall())
 
 
 @app.command(context_settings=_Everything, add_help_option=False)

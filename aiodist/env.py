@@ -34,6 +34,23 @@ def is_launched() -> bool:
     return "AIODIST_TOKEN" in os.environ
 
 
+START_UP = 'import os; os.environ.get("AIODIST_AS") and __import__("aiodist.alias.startup").alias.startup.install()\n'
+"""The line that `aiodist hook --install` lets each start of Python run. It imports nothing without AIODIST_AS."""
+ALIASES = ("gloo", "nccl", "mpi")
+"""Backends of torch in whose place programs can get aiodist."""
+
+
+def alias(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the backend in whose place programs get aiodist (AIODIST_AS, `aiodist run --as`), or None.
+
+    Raises `ConfigError` for an unknown name.
+    """
+    name = (variables() if environ is None else environ).get("AIODIST_AS") or None
+    if name is not None and name not in ALIASES:
+        raise ConfigError(f"AIODIST_AS={name!r}: expected one of {', '.join(ALIASES)}")
+    return name
+
+
 def servers(size: int, environ: Mapping[str, str] | None = None) -> int | None:
     """Return the number of the job's last ranks that only serve parameters, or None without such ranks.
 

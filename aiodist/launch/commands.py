@@ -9,11 +9,14 @@ import os
 import re
 import shlex
 import sys
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 
+from aiodist.env import ALIASES
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.hosts import Host, interface, ranks_beside
 from aiodist.types import check_timeout
@@ -78,6 +81,8 @@ class Job:
     """Fewest ranks with which the job continues after failures, and most ranks. None needs all ranks."""
     program: str = sys.executable
     """Program of each rank."""
+    alias: str | None = None
+    """Backend in whose place programs of torch.distributed get aiodist, or None."""
 
     def __post_init__(self) -> None:
         self._check_times()
@@ -94,6 +99,7 @@ class Job:
             raise ConfigError(f"{self.ranks} ranks, but {', '.join(map(str, self.hosts))}")
         if self.elastic is not None:
             self._check_elastic(*self.elastic)
+        self._check_alias()
         if self.keep_going and self.mpi not in ("auto", "none"):
             raise ConfigError(f"--keep-going with --mpi {self.mpi}: {ENDS_ALL}")
         try:
@@ -110,6 +116,13 @@ class Job:
                 check_timeout(seconds)
             except ValueError as error:
                 raise ConfigError(f"--{option.replace('_', '-')} {seconds}: expected seconds, at least 0") from error
+
+    def _check_alias(self) -> None:
+        if self.alias not in (None, *ALIASES):
+            raise ConfigError(f"--as {self.alias}: expected one of {', '.join(ALIASES)}")
+        if self.alias and (self.elastic or self.servers):
+            other = "--elastic" if self.elastic else "--servers"
+            raise ConfigError(f"--as {self.alias} with {other}: all ranks are in one process group, from the start")
 
     def _check_elastic(self, least: int, most: int) -> None:
         what = f"--elastic {least}:{most}"
@@ -178,11 +191,19 @@ _STALE_EXACT = frozenset(
     )
 )
 _OF_ITS_OPTIONS = frozenset(("AIODIST_TRACE", "AIODIST_STRAGGLERS"))  # in a rank; elsewhere the user has set them
+_OF_TORCHRUN = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "AIODIST_AS"),
+    )
+)
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without what another launcher wrote: started from inside a rank, this is a new job."""
-    stale = _STALE_EXACT | (_OF_ITS_OPTIONS if "AIODIST_TOKEN" in environ else frozenset())
+    stale = _STALE_EXACT
+    if "AIODIST_TOKEN" in environ:
+        stale |= _OF_ITS_OPTIONS | (_OF_TORCHRUN if "AIODIST_AS" in environ else frozenset())
     return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in stale}
 
 
@@ -241,6 +262,34 @@ def place_variables(rank: int, size: int, hosts: Sequence[Host] = ()) -> dict[st
         "AIODIST_SIZE": str(size),
         "AIODIST_LOCAL_RANK": str(rank - here.start),
         "AIODIST_LOCAL_SIZE": str(len(here)),
+    }
+
+
+_STARTED_BY = Path(__file__).parents[1] / "alias" / "ranks"
+
+
+def alias_variables(job: Job, rank: int, port: int, python_path: str) -> dict[str, str]:
+    """Return the variables of a rank of `run --as`: those of torchrun, and the start-up of Python.
+
+    Frameworks learn by torchrun's variables that they need not start the ranks. `port` is free on this host.
+    """
+    if job.alias is None:
+        return {}
+    place = place_variables(rank, job.ranks, job.hosts)
+    hosts = [host for host in job.hosts if host.ranks] or [Host("127.0.0.1", job.ranks)]
+    firsts = [0, *accumulate(host.ranks or 0 for host in hosts)]
+    return {
+        "AIODIST_AS": job.alias,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTED_BY), python_path))),
+        "RANK": place["AIODIST_RANK"],
+        "WORLD_SIZE": place["AIODIST_SIZE"],
+        "LOCAL_RANK": place["AIODIST_LOCAL_RANK"],
+        "LOCAL_WORLD_SIZE": place["AIODIST_LOCAL_SIZE"],
+        "GROUP_RANK": str(bisect(firsts, rank) - 1),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": hosts[0].name.rpartition("@")[2],
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"aiodist-{os.getpid()}",
     }
 
 

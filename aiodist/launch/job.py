@@ -9,6 +9,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         if job.hosts:
             common = {**commands.GUARD_NEEDS, **common}
             exports = {**commands.travelling(common), **commands.network_variables(mpi, job.iface, environ), **exports}
-        starts = _starts(job, mpi, exports, cwd)
+        starts = _starts(job, mpi, exports, cwd, exports.get("PYTHONPATH", environ.get("PYTHONPATH", "")))
         ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
         supervisor = Supervisor(job, ranks, elastic or hub.roster, output.say)
 
@@ -99,12 +100,19 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     return code
 
 
-def _starts(job: Job, mpi: Mpi | None, exports: dict[str, str], cwd: Path) -> list[Start]:
+def _starts(job: Job, mpi: Mpi | None, exports: dict[str, str], cwd: Path, python_path: str) -> list[Start]:
     """Return the program of each rank."""
+    with socket.create_server((hosts.LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]  # for torch.distributed, as torchrun chooses it
     # An mpirun may not give rank 0 this standard input, so the launcher sends it. A local guard inherits it.
     first: Stdin = "same" if mpi is None and not job.hosts else "sent"
     return [
-        Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, cwd))
+        Start(
+            [job.program, *job.command],
+            {**exports, **commands.alias_variables(job, rank, port, python_path)},
+            "null" if rank else first,
+            commands.folder(job, cwd),
+        )
         for rank in range(job.ranks)
     ]
 

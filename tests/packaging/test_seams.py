@@ -20,6 +20,7 @@ MACHINERY = {"asyncio", "concurrent", "mmap", "multiprocessing", "queue", "selec
 """Modules that no module of rules imports."""
 RULES = {
     "_core": "",
+    "alias": "hook startup",
     "backends": "arithmetic matching shm.peers",
     "bench": "plan records timing tuning_worker",
     "checkpoints": "format parts values",
@@ -40,12 +41,13 @@ RULES = {
 }
 """The modules of rules of each package; an empty text is the package itself."""
 TESTED_IN = {
+    "alias": {"alias", "support"},
     "_core": {"core", "backends", "lifecycle"},
     "backends": {"backends", "gpu"},
     "collectives": {"collectives", "communicator", "gpu"},
     "control": {"control", "launch"},
     "doctor": {"launch"},
-    "env": {"launch"},
+    "env": {"alias", "launch"},
     "elastic": {"elastic", "launch"},
     "frames": {"control", "launch"},
     "handshake": {"control", "launch"},

@@ -56,6 +56,8 @@ if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is inst
 for name in ("backends.gloo", "checkpoints", "cli", "data", "engine", "launch.job", "nn", "ps", "world.runtime"):
     import_module(f"aiodist.{name}")
 
+from aiodist.alias.startup import install  # noqa: E402
+
 del sys.modules["aiodist.cli"]  # the program imports and runs the module again
 
 _PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends, here the nursery
@@ -164,6 +166,7 @@ def become(request: dict[str, Any]) -> list[str]:
     if ends_soon():
         libc = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)  # exits with the status before the handlers that torch registered at its import
+    install()  # as the start-up of Python does under `aiodist run --as`
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     arguments: list[str] = request["argv"]
