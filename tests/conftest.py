@@ -182,7 +182,7 @@ def _shown(test: pytest.Function) -> list[object]:
     values: dict[str, object] = {**_values(test)}
     values.pop("_asyncio_loop_factory", None)
     if values.pop("coll", None) is not None:
-        size, backend = cast(Spec, test.callspec.params["coll"])
+        size, backend, _ = cast(Spec, test.callspec.params["coll"])
         values |= {"ranks": size, "carrier": backend}
     return [*values.items(), None]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from asyncio import _get_running_loop
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from ctypes import memmove
@@ -15,7 +13,6 @@ from aiodist.backends.base import Capabilities, Done, Native, Transport, tell
 from aiodist.backends.matching import Matching, TransportReceive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles.polling import transport_lock
-from aiodist.handles.progress import Progress
 
 Address = tuple[str, int]  # communicator, rank
 
@@ -29,20 +26,13 @@ class LocalMessage(UnexpectedMessage):
 
 
 class LocalHub:
-    """Messages among the ranks of one process, matched and copied with the transport lock held.
+    """Messages among the ranks of one process, matched and copied immediately, with the transport lock held."""
 
-    With a `seed`, deliveries wait for the loop. The order of the deliveries is then drawn, so that one seed always
-    gives one order. Without a seed each delivery is immediate.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = None if seed is None else random.Random(seed)
+    def __init__(self) -> None:
         self.waiting: defaultdict[Address, Matching[TransportReceive, LocalMessage]] = defaultdict(Matching)
         """The messages and receives of each rank that have not met."""
         self._ready: deque[tuple[LocalMessage, TransportReceive]] = deque()
         self._draining = False
-        self.progress: Progress | None = None
-        """The progress of the loop of all ranks, which starts the drawn deliveries."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Deliver `message` to the first matching receive, or keep the message."""
@@ -52,41 +42,38 @@ class LocalHub:
         else:
             self.waiting[to].keep(message)
 
+    def post(self, at: Address, receive: TransportReceive) -> None:
+        """Receive the first matching message, now or when one is sent."""
+        message = self.waiting[at].post(receive)
+        if message is not None:
+            self.deliver(message, receive)
+
     def abort(self, at: Address) -> None:
         """End all operations of and with a rank that leaves. The buffers of these operations are free."""
         comm, rank = at
-        gone = _gone(rank, comm)
+        error = gone(rank, comm)
         own = self.waiting.pop(at, None) or Matching()
         over: list[TransportReceive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
         for (name, _), others in self.waiting.items():
             if name == comm:
                 over += others.cancel_messages([message for message in others.messages if message.src == rank])
-        tell((one.done, gone) for one in over)
+        tell((one.done, error) for one in over)
 
     def deliver(self, message: LocalMessage, receive: TransportReceive) -> None:
         """Copy the bytes of `message`, now or after those of earlier deliveries."""
         self._ready.append((message, receive))
-        if self._random is not None:
-            progress = self.progress
-            assert progress is not None
-            loop = progress.loop
-            schedule = loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe
-            schedule(lambda: progress.start(self._copy_next))
-        elif not self._draining:
-            # A queue, since each completion starts the next transfer: nested calls would become too deep.
-            self._draining = True
-            try:
-                while self._ready:
-                    self._copy_next()
-            finally:
-                self._draining = False
+        if self._draining:
+            return
+        # A queue, since each completion starts the next transfer: nested calls would become too deep.
+        self._draining = True
+        try:
+            while self._ready:
+                self._copy_next()
+        finally:
+            self._draining = False
 
     def _copy_next(self) -> None:
-        """Copy the bytes of the next delivery, or with a seed of a delivery that is drawn."""
-        if not self._ready:
-            return
-        if self._random is not None:
-            self._ready.rotate(self._random.randrange(len(self._ready)))
+        """Copy the bytes of the next delivery."""
         message, receive = self._ready.popleft()
         nbytes, room = message.data.nbytes, receive.into.nbytes
         error: BaseException | None = None
@@ -102,7 +89,8 @@ def copy(into: Tensor, t: Tensor) -> None:
     memmove(into.data_ptr(), t.data_ptr(), t.nbytes)
 
 
-def _gone(rank: int, comm: str) -> BackendError:
+def gone(rank: int, comm: str) -> BackendError:
+    """Return the error of operations of and with a rank that has left."""
     return BackendError(f"rank {rank} of {comm!r} has left")
 
 
@@ -124,19 +112,16 @@ class LocalTransport:
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`. Done when the receiver has copied the message."""
         if self._closed:  # the next step of an aborted operation
-            done(_gone(self.rank, self._comm))
+            done(gone(self.rank, self._comm))
         else:
             self._hub.send((self._comm, dst), LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` the first matching message, now or when one is sent."""
         if self._closed:
-            done(_gone(self.rank, self._comm))
+            done(gone(self.rank, self._comm))
             return
-        receive = TransportReceive(src, tag, t, done)
-        message = self._hub.waiting[self._comm, self.rank].post(receive)
-        if message is not None:
-            self._hub.deliver(message, receive)
+        self._hub.post((self._comm, self.rank), TransportReceive(src, tag, t, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         path = f"{self._comm}/{name}"

@@ -14,7 +14,7 @@
 
 A message in flight into the caller's memory cannot return before its arrival, so its receive is not paused.
 
-[Note: threads of a receive] `take`, `_pause` and `_finish` run with the lock held. The loop's thread writes `_held` and
+[Note: threads of a receive] `take`, `_pause` and `finish` run with the lock held. The loop's thread writes `_held` and
 the waiters of the handle. A waiting thread writes `Posted._threads`. So `_pause` checks again for waiting code with the
 lock held. The mailbox calls `take` at the match. In one step, `take` makes the weak reference a strong one or finds
 that the handle is gone. So a message never goes to a handle that nothing holds.
@@ -181,6 +181,17 @@ class Receiving:
         return self._asked.peer
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        """Dispatcher of the communicator."""
+        return self._messenger.dispatcher
+
+    @property
+    def call(self) -> str:
+        """Name and line of the call."""
+        op, _, origin = self._called
+        return f"{op} at {Origin(*origin)}"
+
+    @property
     def works(self) -> list[DeviceWork]:
         """Work of the receive on devices."""
         return [] if self._wanted is None or self._wanted.work is None else [self._wanted.work]
@@ -224,7 +235,7 @@ class Receiving:
         self.paused = False
         operation.handle, operation.claims, operation.convert = None, asked.claims, asked.convert
         work = next(iter(works), None)
-        finish = partial(self._finish, operation)
+        finish = partial(self.finish, operation)
         wanted = MailboxReceive(
             asked.peer.src, asked.peer.tag, asked.into, finish, self.take, work, asked.later, kind=asked.kind
         )
@@ -288,7 +299,8 @@ class Receiving:
             self.cancel_posted()
         return lapses
 
-    def _finish(self, operation: CommunicatorOperation, arrived: Arrived | None, error: BaseException | None) -> None:
+    def finish(self, operation: CommunicatorOperation, arrived: Arrived | None, error: BaseException | None) -> None:
+        """End the receive with a message or an error, unless its other half is pending."""
         if operation.given_back is not None:
             operation.given_back(arrived, error)
             arrived, error = None, asyncio.CancelledError()
@@ -354,7 +366,7 @@ class Receiving:
         self._messenger.pending.others.pop(handle, None)
         came, self._arrived = self._arrived, None
         if came is not None:
-            self._finish(came[0], came[1], None)
+            self.finish(came[0], came[1], None)
         Operation.of(handle).finish()
 
     def _value_of(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
@@ -376,6 +388,6 @@ class Receiving:
         self.sending, self._unsent = None, error
         came, self._arrived = self._arrived, None
         if came is not None:
-            self._finish(came[0], came[1], None)
+            self.finish(came[0], came[1], None)
         elif error is not None and self.waits():
             self._end(error)

@@ -1,7 +1,8 @@
 """Testing programs that communicate: N ranks inside one process, and the pytest plugin.
 
 `run_ranks(n, main)` runs the unmodified program n times as tasks of one event loop, with a clock that jumps and an
-interleaving that a seed fixes. `Faults` has ranks die, stop or lose messages on purpose, in processes too. The plugin
+interleaving that a seed fixes. With `seeds=` it raises `RaceError` if the results differ by seed.
+`Faults` has ranks die, stop or lose messages on purpose, in processes too. The plugin
 (see `aiodist.testing.plugin`) gives the marker `ranks` and the fixture `coll`. Names are resolved at first use: pytest
 loads the plugin in every run, and must not load torch with it.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from aiodist.testing.clock import FakeClockLoop
     from aiodist.testing.faults import Fault, FaultKind, Faults, InjectedFault
+    from aiodist.testing.races import RaceError
     from aiodist.testing.ranks import Deadlock, gather_ranks, kill_rank, run_ranks
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "FaultKind",
     "Faults",
     "InjectedFault",
+    "RaceError",
     "gather_ranks",
     "kill_rank",
     "run_ranks",
@@ -32,6 +35,7 @@ _HOMES: Final = {
     **dict.fromkeys(("Deadlock", "gather_ranks", "kill_rank", "run_ranks"), "aiodist.testing.ranks"),
     **dict.fromkeys(("Fault", "FaultKind", "Faults", "InjectedFault"), "aiodist.testing.faults"),
     "FakeClockLoop": "aiodist.testing.clock",
+    "RaceError": "aiodist.testing.races",
 }
 
 if not TYPE_CHECKING:

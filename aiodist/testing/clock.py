@@ -42,6 +42,7 @@ _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two polls
 _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
+_BUSY_TURNS = 1000  # of the loop, after which messages come although some rank continues, as one that polls does
 _LOCK_SECONDS = 5.0  # of real time, for which another thread may hold the transport lock
 _WORKERS = ("asyncio_", "aiodist-future")  # of executors, and of torch's futures
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "aiodist-leave", "pytest_timeout", *_WORKERS)
@@ -70,7 +71,9 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     """An asyncio loop with a clock of its own, which starts at 0.
 
     With `group_of`, callbacks that are ready at the same time run in an order drawn from `seed`: those of one group
-    keep theirs, the groups are shuffled. `on_deadlock` is called when nothing can ever happen any more.
+    keep theirs, the groups are shuffled. `on_quiet` is called, with the transport lock held, when nothing can happen
+    before time passes, and returns True if it has started something. `on_deadlock` is called when nothing can ever
+    happen any more.
     """
 
     def __init__(
@@ -78,12 +81,15 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         *,
         seed: int = 0,
         group_of: Callable[[asyncio.Handle], object] | None = None,
+        on_quiet: Callable[[], bool] | None = None,
         on_deadlock: Callable[[], None] | None = None,
     ) -> None:
         self.now = 0.0
         self._executing = 0
         self._random = Random(seed)
         self._group_of = group_of
+        self.on_quiet = on_quiet
+        self._busy_turns = 0
         self._on_deadlock = on_deadlock
         super().__init__(_JumpingSelector(self))
         self._own_files = len(self.selector.get_map())
@@ -158,6 +164,17 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
             self._random.shuffle(turns)
         ready.extendleft(reversed([group.popleft() for group in turns]))
 
+    def quiet(self) -> bool:
+        """Nothing can happen before time passes. Return True if something was started."""
+        self._busy_turns = 0
+        return self.on_quiet is not None and self.progress.with_lock(self.on_quiet)
+
+    def turned(self) -> None:
+        """Count a turn in which something was ready."""
+        self._busy_turns += 1
+        if self._busy_turns > _BUSY_TURNS:
+            self.quiet()
+
     def next_of_program(self) -> float | None:
         """Return when the program's next timer is due; those that only watch for stalls are not the program's."""
         scheduled: list[Any] = self._scheduled  # type: ignore[attr-defined]
@@ -184,6 +201,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         loop = self._loop
         if timeout is not None and timeout <= 0:
             events = super().select(0)
+            loop.turned()
             loop.shuffle()
             return events
         events = [] if loop.executing else self._grace(GRACE_SECONDS) if loop.outside else self._wait(0)
@@ -191,9 +209,9 @@ class _JumpingSelector(selectors.DefaultSelector):
             return events
         # A thread may have begun to compute meanwhile.
         if not loop.executing:
-            return self._jump(timeout)
+            return [] if loop.quiet() else self._jump(timeout)
         began = monotonic()
-        events = self._wait(timeout)
+        events = self._wait_for_threads(timeout)
         passed = monotonic() - began
         loop.now += passed if timeout is None else min(passed, timeout)
         return events
@@ -223,6 +241,22 @@ class _JumpingSelector(selectors.DefaultSelector):
                 progress.look()
             if events or self._loop.ready or monotonic() >= until:
                 return events
+
+    def _wait_for_threads(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait as `_wait` does, while threads compute; held messages come once the threads wait for them."""
+        if self._loop.on_quiet is None:
+            return self._wait(timeout)
+        until = monotonic() + _LAST_GRACE_SECONDS
+        left = inf if timeout is None else timeout
+        while left > 0 and self._loop.executing:
+            part = min(left, GRACE_SECONDS)
+            events = self._wait(part)
+            left -= part
+            if events or self._loop.ready:
+                return events
+            if (monotonic() > until or not thread_at_work(self._loop.progress)) and self._loop.quiet():
+                return []
+        return []
 
     def _jump(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         loop = self._loop

@@ -26,12 +26,13 @@ from random import Random
 from typing import Any, Final, Self
 
 from aiodist.backends.base import tell
-from aiodist.backends.local import Address, LocalHub, LocalMessage
+from aiodist.backends.local import Address, LocalMessage
 from aiodist.communicator import Communicator, parts_of
 from aiodist.control.client import SocketChannel
 from aiodist.env import Environment
 from aiodist.ps import ParameterServer
 from aiodist.testing.clock import FakeClockLoop
+from aiodist.testing.hub import DrawnHub
 from aiodist.types import OPERATIONS
 from aiodist.world.opening import current_place
 
@@ -226,11 +227,11 @@ class _HeldMessage:
     overtakable: bool
 
 
-class FaultyHub(LocalHub):
-    """A `LocalHub` whose messages suffer what `faults` say."""
+class FaultyHub(DrawnHub):
+    """A `DrawnHub` whose messages suffer what `faults` say."""
 
-    def __init__(self, seed: int | None, faults: Faults) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, faults: Faults, *, holds: bool = False) -> None:
+        super().__init__(seed, holds=holds)
         self._faults = faults
         self._held: defaultdict[tuple[Address, int], deque[_HeldMessage]] = defaultdict(deque)
         self._dead: set[tuple[Address, int]] = set()

@@ -38,6 +38,8 @@ class Spec(NamedTuple):
 
     size: int
     backend: str
+    seeds: tuple[int, ...] = ()
+    """Seeds of a test in one process, or () for the options of the command."""
 
     @property
     def id(self) -> str:
@@ -98,20 +100,21 @@ def one_per_rank(function: Callable[..., Any], item: RanksFunction | None) -> Ca
     def run(*args: Any, coll: Spec, **fixtures: Any) -> None:  # noqa: ANN401
         import aiodist
 
-        async def main() -> BaseException | None:
+        async def main() -> object:
             async with aiodist.init() as world:
                 try:
-                    await function(*args, coll=world, **fixtures)
+                    return await function(*args, coll=world, **fixtures)
                 except pytest.skip.Exception as skipped:
                     return skipped  # no failure of this rank: the world is closed as always
-            return None
 
         if item is not None and coll.backend == "local":
-            ends = aiodist.testing.run_ranks(coll.size, main, item.config.getoption("--aiodist-seed"))
+            seeds = coll.seeds or range(item.config.getoption("--aiodist-seeds")) or None
+            ends = aiodist.testing.run_ranks(coll.size, main, item.config.getoption("--aiodist-seed"), seeds=seeds)
         else:
             ends = [aiodist.run(main)]
-        for skipped in filter(None, ends):
-            raise skipped
+        for end in ends:
+            if isinstance(end, pytest.skip.Exception):
+                raise end
 
     return run
 

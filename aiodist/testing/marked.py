@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType
 
@@ -71,17 +71,19 @@ def _all_specs(test: pytest.Function) -> list[Spec]:
 
 
 def _specs(mark: pytest.Mark, config: pytest.Config) -> Iterator[Spec]:
-    def read(*sizes: int, backend: str | tuple[str, ...] | None = None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def read(
+        *sizes: int, backend: str | tuple[str, ...] | None = None, seeds: Iterable[int] = ()
+    ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
         names = (backend,) if isinstance(backend, str) else backend
-        return sizes, backends(",".join(names or ()) or config.getoption("--aiodist-backend"))
+        return sizes, backends(",".join(names or ()) or config.getoption("--aiodist-backend")), tuple(seeds)
 
     try:
-        sizes, names = read(*mark.args, **mark.kwargs)
+        sizes, names, seeds = read(*mark.args, **mark.kwargs)
     except TypeError as error:
         raise pytest.UsageError(f"@pytest.mark.ranks: {error}") from None
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise pytest.UsageError(f"@pytest.mark.ranks{sizes}: expected numbers of ranks, at least 1")
-    return (Spec(size, backend) for backend in names for size in sizes)
+    return (Spec(size, backend, seeds) for backend in names for size in sizes)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has put tests together that share a fixture

@@ -8,7 +8,8 @@
 test. The body is a coroutine function; other fixtures and parameters go with it as always.
 
 The ranks live in this process (see `aiodist.testing.run_ranks`: the clock is a fake one, a deadlock is an error, the
-order comes from `--aiodist-seed`), or are processes:
+order comes from `--aiodist-seed`; `--aiodist-seeds=20`, or `seeds=range(20)` in the mark, tries several and fails if
+what the test returns differs by seed), or are processes:
 
     @pytest.mark.ranks(2, 4, backend="mpi")            # as [2-mpi] and [4-mpi]
     @pytest.mark.ranks(2, backend=("mpi", "gloo"))
@@ -48,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--aiodist-seed", type=int, default=0, metavar="N", help="the interleaving of local ranks")
     group.addoption(
+        "--aiodist-seeds", type=int, default=0, metavar="N", help="run each test on local ranks with N seeds, from 0 on"
+    )
+    group.addoption(
         "--aiodist-timeout",
         type=float,
         default=60.0,
@@ -62,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; in a rank of a job, the reporter of its results."""
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None): run an async test once per rank, for each size; "
+        "ranks(*sizes, backend=None, seeds=()): run an async test once per rank, for each size; "
         "its fixture `coll` is the communicator",
     )
     if (names := config.getoption("--aiodist-backend")) != _LOCAL:

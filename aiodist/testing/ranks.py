@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import inspect
 from asyncio import _get_running_loop
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -17,10 +17,12 @@ from aiodist.control import Channel, InProcessChannel, in_process
 from aiodist.elastic.generations import GenerationMembers, Generations
 from aiodist.env import Generation
 from aiodist.errors import DeadlockError, LaunchError, PeerError, PeerLost
-from aiodist.handles import Progress, listed
+from aiodist.handles import listed
 from aiodist.handles.stacks import line_of_task
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.testing.faults import Faults, FaultyHub
+from aiodist.testing.hub import DrawnHub
+from aiodist.testing.races import same_results
 from aiodist.types import check_timeout
 from aiodist.world.isolation import isolate, isolated
 from aiodist.world.opening import RankPlace, current_place
@@ -42,6 +44,7 @@ def run_ranks(
     main: Main[T],
     seed: int = 0,
     *,
+    seeds: Iterable[int] | None = None,
     timeout: float | None = _DAY,
     elastic: tuple[int, int] | None = None,
     faults: Faults | None = None,
@@ -56,6 +59,13 @@ def run_ranks(
     gives another one. Time stands still while code runs and jumps when all wait, so `asyncio.sleep(3600)` and
     time-outs take no time; functions in an executor and sockets are waited for in real time.
 
+    `seeds`, such as `range(20)`, runs the program once with each seed in place of `seed`, and returns the results of
+    the first. A receive from `ANY` then takes a message only when no rank can continue, and the seed draws one of those
+    that have come: such a run differs from that of `seed`. Raises `RaceError` if the results of another seed differ;
+    the message names two seeds, and the first receive from `ANY` that took another message. Tensors and floats are
+    compared by their bits, containers by their items, and objects without equality by their type. The random generators
+    start each run in the same state.
+
     `elastic`, (MIN, MAX), makes an elastic job (`init(elastic=True)`). Ranks that `grow` starts get the numbers from
     `n` on, and their results come last. A rank that `kill_rank` or `faults` kills ends no other rank, and its result
     is None.
@@ -68,13 +78,31 @@ def run_ranks(
     if _get_running_loop() is not None:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
     check_timeout(timeout)
-    hub, story = LocalHub(seed), f"seed {seed}"
     if faults is not None:
         faults.check(local=True, ranks=n if elastic is None else None)
-        hub, story = FaultyHub(seed, faults), f"{story}, {faults}"
+    run = partial(_run_once, n, main, timeout, elastic, faults)
+    return run(seed) if seeds is None else same_results(partial(run, holds=True), seeds)
+
+
+def _run_once(
+    n: int,
+    main: Main[T],
+    timeout: float | None,
+    elastic: tuple[int, int] | None,
+    faults: Faults | None,
+    seed: int,
+    *,
+    holds: bool = False,
+) -> list[T]:
+    """Run `main` with one seed. `holds` is that of `DrawnHub`."""
+    hub, story = DrawnHub(seed, holds=holds), f"seeds=[{seed}]" if holds else f"seed {seed}"
+    if faults is not None:
+        hub, story = FaultyHub(seed, faults, holds=holds), f"{story}, {faults}"
     job: _RanksJob[T] = _RanksJob(n, main, hub, story=story, elastic=elastic)
-    make_loop = partial(FakeClockLoop, seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
-    with faults or nullcontext(), asyncio.Runner(loop_factory=make_loop) as runner:
+    on_quiet = hub.release if holds else None
+    loop = FakeClockLoop(seed=seed, group_of=_rank_of, on_quiet=on_quiet, on_deadlock=job.deadlocked)
+    hub.progress = loop.progress
+    with faults or nullcontext(), asyncio.Runner(loop_factory=lambda: loop) as runner:
         isolate(runner.get_loop())
         return runner.run(job.run(timeout))
 
@@ -188,8 +216,7 @@ class _RanksJob(Generic[T]):
 
     async def run(self, timeout: float | None) -> list[T]:
         """Run them all to their ends; the first failure ends the others."""
-        self.hub.progress = Progress.current()
-        loop = self.hub.progress.loop
+        loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         limit = None if timeout is None else loop.call_later(timeout, TimeLimit(self._late, timeout))
         first = Generation(0, (None,) * self.size)
@@ -313,7 +340,7 @@ class _RanksJob(Generic[T]):
         """Called by the loop when no event can happen."""
         self._deadlocks += 1
         if self._deadlocks > _PATIENCE:
-            raise RuntimeError(f"the ranks do not end\n{self._waiting()}")
+            raise RuntimeError(f"the ranks do not end ({self._story})\n{self._waiting()}")
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(Deadlock(f"no rank can go on ({self._story})\n{self._waiting()}"))
         else:
@@ -322,7 +349,7 @@ class _RanksJob(Generic[T]):
 
     def _late(self, timeout: float) -> None:
         if self._failed is not None and not self._failed.done():
-            self._failed.set_result(TimeoutError(f"not over after {timeout:g} s\n{self._waiting()}"))
+            self._failed.set_result(TimeoutError(f"not over after {timeout:g} s ({self._story})\n{self._waiting()}"))
 
     def _waiting(self) -> str:
         return "\n".join(f"  rank {rank}: {self._waits_for(rank, task)}" for rank, task in enumerate(self._tasks))

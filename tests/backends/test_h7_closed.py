@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from aiodist.errors import BackendError
-from aiodist.handles import Progress
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
 from tests.support.transports import started
 
 
 async def test_h7_what_a_closed_end_in_this_process_sends_or_receives_fails() -> None:
     hub = LocalHub()
-    hub.progress = Progress.current()
     one, other = (LocalTransport(hub, rank, 2) for rank in range(2))
     await one.aclose(drained=False)
     for step in (one.isend, one.irecv):
