@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aiodist.env import alias, variables, wants_full_tracebacks
+from aiodist.env import alias, otlp_interval, variables, wants_full_tracebacks
 from aiodist.errors import AiodistError, ConfigError, pointer
 
 if TYPE_CHECKING:
@@ -173,6 +173,13 @@ def run(  # noqa: PLR0913 - one for each option
         Path | None,
         typer.Option(metavar="DIR", help="Record a trace of all ranks in DIR/trace.json, for ui.perfetto.dev."),
     ] = None,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT|DIR|otlp",
+            help="Publish metrics of all ranks for Prometheus at PORT, or in DIR/rank-0.prom, ..., or by OTLP alone.",
+        ),
+    ] = "",
     stragglers: Annotated[
         bool, typer.Option("--stragglers", help="Print at the end which rank the others waited for, and how long.")
     ] = False,
@@ -185,6 +192,7 @@ def run(  # noqa: PLR0913 - one for each option
     from aiodist.launch import job
     from aiodist.launch.commands import Job, elastic_range
     from aiodist.launch.discover import command_of
+    from aiodist.watch.exposition import Target
     from aiodist.watch.merging import prepare
 
     if report:
@@ -203,6 +211,9 @@ def run(  # noqa: PLR0913 - one for each option
     if trace is not None:
         prepare(trace)
         own.append(f"AIODIST_TRACE={trace.resolve()}")
+    if metrics:
+        target = Target.parse(metrics, otlp=otlp_interval(variables()) is not None)
+        own.append(f"AIODIST_METRICS={metrics if target.folder is None else target.folder.resolve()}")
     todo = Job(
         program=program,
         command=tuple(command),

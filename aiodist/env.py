@@ -145,6 +145,10 @@ class Environment:
     """Folder for a trace, or None."""
     stragglers: bool
     """True if rank 0 reports at the end for which rank the others waited (AIODIST_STRAGGLERS=1)."""
+    metrics: str | None
+    """Place of the metrics: a port, a folder or "otlp", or None."""
+    otlp_interval: float | None
+    """Time between two exports by OTLP, in seconds, or None if no variable of OpenTelemetry names a receiver."""
     variables: Mapping[str, str] = field(repr=False)
     """All variables, for the rendezvous, which reads those of torchrun and Slurm."""
 
@@ -174,8 +178,20 @@ class Environment:
             generation=_generation(environ, size),
             trace=environ.get("AIODIST_TRACE") or None,
             stragglers=_flag(environ, "AIODIST_STRAGGLERS"),
+            metrics=environ.get("AIODIST_METRICS") or None,
+            otlp_interval=otlp_interval(environ),
             variables=dict(environ),
         )
+
+
+def otlp_interval(environ: Mapping[str, str]) -> float | None:
+    """Return the time between two exports of metrics by OTLP, in seconds, or None without a receiver.
+
+    The variables are those of OpenTelemetry's specification.
+    """
+    if not (environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")):
+        return None
+    return _integer({"OTEL_METRIC_EXPORT_INTERVAL": "60000", **environ}, "OTEL_METRIC_EXPORT_INTERVAL") / 1e3
 
 
 def _starter(environ: Mapping[str, str]) -> tuple[Starter, tuple[str, ...]]:

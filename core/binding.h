@@ -109,7 +109,7 @@ typedef struct {
     double last_ran, looked_in_vain, spin_seconds;
     unsigned long thread;
     long long polls;
-    char crowded, fair;
+    char crowded, fair, counts_waits;
     PyObject *computing;  // a set: the computing threads
 } Pacer;
 
@@ -126,6 +126,7 @@ typedef struct {
     PyObject *what;
     origin called;
     uint64_t came;  // time of issue, in nanoseconds of core_now; 0 if times are not recorded
+    uint64_t nbytes, polled;  // `polled`: nanoseconds of awaits that polled
 } record;
 // Operations before and after GAP nanoseconds without an operation are kept longer.
 enum { GAP = 1000000, GAPS_KEPT = 2048 };
@@ -141,6 +142,9 @@ typedef struct {
     char timed;  // true if times of issue are recorded
     gap *gaps;
     size_t gap_count;
+    PyObject *totals;   // (operations, bytes, seconds) by kind, of all operations before `counted`; NULL: no metrics
+    long long counted;
+    long long full_at;  // number whose record would replace one that is not in `totals`; -1: no metrics
     record kept[LOG_KEPT];
 } Log;
 
@@ -169,7 +173,8 @@ const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool 
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 
 // Records the next operation.
-void log_record(Log *, PyObject *what, origin);
+void log_record(Log *, PyObject *what, origin, uint64_t nbytes);
+
 
 // Records the time of the last operation, if times are recorded.
 void log_came(Log *, uint64_t when);
@@ -190,6 +195,7 @@ void wait_for_word(Lane *);
 // Ends the operation of a handle: releases its claims, and wakes the waiters.
 void issuer_settle(Handle *);
 Lane *issuer_lane(Issuer *);
+Log *issuer_log(Issuer *);
 
 #define INCREF(object) Py_INCREF((PyObject *)(object))
 #define DECREF(object) Py_DECREF((PyObject *)(object))

@@ -5,7 +5,7 @@ PyTypeObject *pacer_type;
 static PyTypeObject *handle_type;
 PyObject *status_pending, *status_returned;
 
-static PyObject *s_spin, *s_suspended, *s_yielding, *s_outcome, *s_dropped;
+static PyObject *s_spin, *s_spin_counted, *s_suspended, *s_suspended_counted, *s_yielding, *s_outcome, *s_dropped;
 
 enum { LOOK = 20000 };            // nanoseconds that a thread polls before it releases the GIL
 static const double FAIR = 1e-3;  // seconds after which an await yields to the loop once
@@ -156,7 +156,7 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     Lane *lane = issuer_lane(issuer);
     Completions *completions = lane->completions;
     INCREF(issuer);  // settling releases the handle's reference, and the lane with it
-    uint64_t spins = looks_for(pacer, lane->engine->engine), until = now + spins;
+    uint64_t began = now, spins = looks_for(pacer, lane->engine->engine), until = now + spins;
     uint64_t heavy = heavy_bytes(pacer), limit = (uint64_t)(look_until(pacer, (double)now * 1e-9) * 1e9);
     drive_begin(completions);
     while (true) {
@@ -170,6 +170,8 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
         else core_relax();
     }
     drive_end(completions);
+    Log *log = issuer_log(issuer);
+    if (self->seq >= log->counted) log->kept[self->seq % LOG_KEPT].polled += now - began;
     if (self->status == status_pending) pacer->looked_in_vain = (double)now * 1e-9;
     // The engine continues the operations, and wakes the loop, unless another rank's write wakes the loop first.
     if (self->status == status_pending) wait_for_word(lane);
@@ -183,11 +185,12 @@ static PyObject *handle_await(Handle *self) {
     uint64_t now = core_now();
     if (self->status == status_pending) {
         if (spin(self, pacer, now)) {
-            PyObject *spun = PyObject_CallMethodObjArgs((PyObject *)pacer, s_spin, self, NULL);
+            PyObject *spun = PyObject_CallMethodObjArgs((PyObject *)pacer, pacer->counts_waits ? s_spin_counted : s_spin, self, NULL);
             if (spun == NULL) return NULL;
             Py_DECREF(spun);
         }
-        if (self->status == status_pending) return PyObject_CallMethodObjArgs((PyObject *)self, s_suspended, NULL);
+        if (self->status == status_pending)
+            return PyObject_CallMethodObjArgs((PyObject *)self, pacer->counts_waits ? s_suspended_counted : s_suspended, NULL);
     }
     // Awaits that never suspend would starve the loop, so once a millisecond an await yields.
     if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR && PyThread_get_thread_ident() == pacer->thread)
@@ -358,6 +361,7 @@ static PyMemberDef pacer_members[] = {
     OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "Usual longest spin of an await, in seconds."),
     OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "Number of polls for the loop."),
     OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "True if ranks outnumber cores: a spin lets other threads run."),
+    OFFERS("counts_waits", T_BOOL, Pacer, counts_waits, 0, "True if metrics count the time of awaits."),
     OFFERS("fair", T_BOOL, Pacer, fair, 0, "True lets awaits that never suspend yield now and then."),
     OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "Number of the loop's thread."),
     {0},
@@ -397,7 +401,9 @@ static PyMethodDef functions[] = {
 
 int handle_add(PyObject *module) {
     s_spin = PyUnicode_InternFromString("spin");
+    s_spin_counted = PyUnicode_InternFromString("spin_counted");
     s_suspended = PyUnicode_InternFromString("_suspended");
+    s_suspended_counted = PyUnicode_InternFromString("_suspended_counted");
     s_yielding = PyUnicode_InternFromString("_yielding");
     s_outcome = PyUnicode_InternFromString("_outcome");
     s_dropped = PyUnicode_InternFromString("_dropped");

@@ -128,6 +128,8 @@ static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
+Log *issuer_log(Issuer *self) { return self->log; }
+
 // Returns true if attribute `name` of `object` is `expected`.
 static bool has(PyObject *object, PyObject *name, const PyObject *expected) {
     PyObject *found = PyObject_GetAttr(object, name);
@@ -429,7 +431,7 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
         DECREF(h);
         return NULL;
     }
-    log_record(self->log, plan->what, h->called);
+    log_record(self->log, plan->what, h->called, plan->nbytes);
     INCREF(self), INCREF(h);  // until issuer_settle
     h->issuer = self;
     if (is_set(self->observer)) {

@@ -214,11 +214,13 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *named) {
         DECREF(self);
         return NULL;
     }
+    if (self != NULL) self->full_at = -1;
     return (PyObject *)self;
 }
 
 static void log_dealloc(Log *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->totals);
     for (size_t i = 0; i < LOG_KEPT; i++) Py_XDECREF(self->kept[i].what), Py_XDECREF(self->kept[i].called.code);
     Py_XDECREF(self->awaited), Py_XDECREF(self->caller);
     for (size_t i = 0; self->gaps != NULL && i < GAPS_KEPT; i++)
@@ -243,10 +245,13 @@ static void tell_issued(Log *self, long long number) {
     Py_XDECREF(key);
 }
 
-void log_record(Log *self, PyObject *what, origin called) {
+static void count_oldest(Log *self);
+
+void log_record(Log *self, PyObject *what, origin called, uint64_t nbytes) {
+    if (self->seq == self->full_at) count_oldest(self);
     record *kept = &self->kept[self->seq % LOG_KEPT], before = *kept;
     Py_INCREF(what), Py_XINCREF(called.code);
-    *kept = (record){what, called, 0};
+    *kept = (record){what, called, 0, nbytes, 0};
     self->seq++;
     Py_XDECREF(before.what), Py_XDECREF(before.called.code);
     if (PyDict_Size(self->awaited) > 0) tell_issued(self, self->seq - 1);
@@ -296,8 +301,9 @@ static PyObject *log_arrivals(Log *self, PyObject *number) {
 static PyObject *log_recorded(Log *self, PyObject *args) {
     PyObject *what, *code;
     int instruction;
-    if (!PyArg_ParseTuple(args, "O(Oi)", &what, &code, &instruction)) return NULL;
-    log_record(self, what, (origin){code, instruction});
+    unsigned long long nbytes = 0;
+    if (!PyArg_ParseTuple(args, "O(Oi)|K", &what, &code, &instruction, &nbytes)) return NULL;
+    log_record(self, what, (origin){code, instruction}, nbytes);
     if (self->timed) log_came(self, core_now());
     Py_RETURN_NONE;
 }
@@ -313,8 +319,78 @@ static PyObject *log_find(Log *self, PyObject *number) {
     return Py_BuildValue("(LON)", seq, kept->what, origin_pair(kept->called));
 }
 
+// --- counts of operations, for metrics
+
+// Operations of one fingerprint.
+typedef struct {
+    PyObject *what;
+    unsigned long long operations, nbytes, polled;
+} count;
+
+static bool add_count(PyObject *totals, const count *one) {
+    unsigned long long operations = 0, nbytes = 0;
+    double seconds = 0;
+    PyObject *kind = PyObject_GetAttrString(one->what, "kind"), *before = kind == NULL ? NULL : PyDict_GetItemWithError(totals, kind);
+    if (before != NULL) PyArg_ParseTuple(before, "KKd", &operations, &nbytes, &seconds);
+    PyObject *sum = PyErr_Occurred() ? NULL : Py_BuildValue("(KKd)", operations + one->operations, nbytes + one->nbytes,
+                                                           seconds + (double)one->polled * 1e-9);
+    bool added = sum != NULL && PyDict_SetItem(totals, kind, sum) == 0;
+    Py_XDECREF(sum), Py_XDECREF(kind);
+    return added;
+}
+
+// Returns a new dict: `totals` with the operations before `until`; NULL with an exception set. Another thread may issue as
+// soon as a Python object is created, so the records are read first.
+static PyObject *counts_before(Log *self, long long until) {
+    count *found = PyMem_Malloc((size_t)(until - self->counted + 1) * sizeof *found);
+    if (found == NULL) return PyErr_NoMemory();
+    size_t distinct = 0;
+    for (long long seq = self->counted; seq < until; seq++) {
+        const record *one = &self->kept[seq % LOG_KEPT];
+        size_t at = distinct;
+        while (at > 0 && distinct - at < 16 && found[at - 1].what != one->what) at--;  // a loop has few distinct calls
+        if (at == 0 || found[at - 1].what != one->what) {
+            Py_INCREF(one->what);
+            found[at = distinct++] = (count){one->what, 0, 0, 0};
+            at++;
+        }
+        found[at - 1].operations++, found[at - 1].nbytes += one->nbytes, found[at - 1].polled += one->polled;
+    }
+    PyObject *before = self->totals;
+    Py_INCREF(before);
+    PyObject *totals = PyDict_Copy(before);
+    for (size_t i = 0; i < distinct; i++) {
+        if (totals != NULL && !add_count(totals, &found[i])) Py_CLEAR(totals);
+        Py_DECREF(found[i].what);
+    }
+    Py_DECREF(before);
+    PyMem_Free(found);
+    return totals;
+}
+
+// Adds the older half of the records to `totals`, before the next records replace them.
+static void count_oldest(Log *self) {
+    PyObject *before = self->totals, *totals = counts_before(self, self->counted + LOG_KEPT / 2);
+    self->counted += LOG_KEPT / 2, self->full_at += LOG_KEPT / 2;
+    if (totals != NULL) self->totals = totals, Py_DECREF(before);
+    else PyErr_WriteUnraisable((PyObject *)self);
+}
+
+static PyObject *log_counts(Log *self, PyObject *none) {
+    (void)none;
+    if (self->totals == NULL) {
+        if ((self->totals = PyDict_New()) == NULL) return NULL;
+        self->counted = self->seq < LOG_KEPT ? 0 : self->seq - LOG_KEPT;
+        self->full_at = self->counted + LOG_KEPT;
+    }
+    return counts_before(self, self->seq);
+}
+
 static PyMethodDef log_methods[] = {
-    {"record", (PyCFunction)log_recorded, METH_VARARGS, "record(what, origin): record the next operation, `seq`."},
+    {"record", (PyCFunction)log_recorded, METH_VARARGS,
+     "record(what, origin, nbytes=0): record the next operation, `seq`."},
+    {"counts", (PyCFunction)log_counts, METH_NOARGS,
+     "Return (operations, bytes, seconds of polling) by kind. Counts from the first call on, with the records of then."},
     {"arrivals", (PyCFunction)log_arrivals, METH_O,
      "arrivals(since): return the times of issue from operation `since` on: pairs (number, nanoseconds) of uint64."},
     {"kept", (PyCFunction)log_find, METH_O, "kept(seq): return (seq, what, origin) of an operation, or None."},

@@ -53,6 +53,8 @@ class Account:
         """Returns the late ranks of the pending operation of a handle, each with its state, or None."""
         self.details = details
         """Returns other reasons why the operation of a handle is pending, as text, or None."""
+        self.waits: dict[tuple[str, int], float] | None = None
+        """Seconds of awaits and blocked threads, by call and thread, or None without metrics."""
         self.forgiven: tuple[type[BaseException], ...] = ()
         """Errors that are not reported, since this rank has failed and reports its failure itself."""
         self._loop = loop

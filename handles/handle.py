@@ -20,12 +20,14 @@ from aiodist.handles.state import (
     RETURNED,
     HandleStatus,
     Waiter,
+    add_wait,
     current_deadline,
     error_of,
     expired,
     lateness,
     plight,
     shown_to_asyncio,
+    waits_of,
 )
 from aiodist.handles.tracing import tracing
 from aiodist.threads import Waiting
@@ -132,6 +134,14 @@ class Handle(_core.Handle, Generic[T]):
                 _trace_wait(self, began, "waits")
         self._consumed = True
         return self._outcome()
+
+    def _suspended_counted(self) -> Generator[Any, None, T]:
+        """As `_suspended`, with the wait counted for metrics."""
+        waits, began = waits_of(self), perf_counter()
+        try:
+            return (yield from self._suspended())
+        finally:
+            add_wait(waits, began)
 
     def _yielding(self) -> Generator[Any, None, T]:
         """Let the loop run once, since awaits that never suspend would starve the loop."""
@@ -289,6 +299,15 @@ class Handle(_core.Handle, Generic[T]):
         )
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
+        if not self._progress.counts_waits:
+            return self._sleep_until(until, looks)
+        waits, began = waits_of(self), perf_counter()
+        try:
+            return self._sleep_until(until, looks)
+        finally:
+            add_wait(waits, began)
+
+    def _sleep_until(self, until: float | None, looks: bool) -> bool:
         while self._in_lane:  # this thread polls the lane, since no other thread may be running
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:

@@ -21,6 +21,7 @@ from aiodist.handles.forks import part
 from aiodist.handles.gil import Hurry
 from aiodist.handles.polling import LoopPace, LoopWork, Poller, alarm, transport_lock
 from aiodist.handles.progress_thread import progress_thread
+from aiodist.handles.state import add_wait, waits_of
 from aiodist.handles.timers import Quiet, Timers
 from aiodist.handles.tracing import tracing
 from aiodist.threads import end_workers
@@ -259,6 +260,12 @@ class Progress(LoopWork, Quiet):
         finally:
             self._inside = False
             transport_lock.release()
+
+    def spin_counted(self, handle: _core.Handle) -> None:
+        """As `spin`, with the wait counted for metrics."""
+        waits, began = waits_of(handle), perf_counter()
+        self.spin(handle)
+        add_wait(waits, began)
 
     def _turn(self) -> None:
         """Poll once in an iteration of the loop while work is pending."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from time import monotonic
+from threading import get_ident
+from time import monotonic, perf_counter
 from typing import Any, Final, Protocol, cast
 
 from aiodist import _core
@@ -95,6 +96,32 @@ def expired(handle: _core.Handle) -> OperationTimeout | None:
         return None
     handle._expires = None
     return lateness(handle)
+
+
+# --- waits, for metrics --------------------------------------------------------------------------------------
+
+
+Waits = tuple[dict[tuple[str, int], float], str]
+"""Seconds of the waits of a communicator, by call and thread, with the call of an operation."""
+
+
+def waits_of(handle: _core.Handle) -> Waits | None:
+    """Return the waits of the communicator of `handle`, with the call, or None if metrics do not count them.
+
+    The wait for a group counts as one for its first pending operation.
+    """
+    while handle._parts:
+        handle = next((part for part in handle._parts if part._status is HandleStatus.PENDING), handle._parts[0])
+    account: Account | None = handle._account
+    return None if account is None or account.waits is None else (account.waits, handle.op)
+
+
+def add_wait(waits: Waits | None, began: float) -> None:
+    """Add the time since `began`, in seconds of `perf_counter`, to the waits of this thread."""
+    if waits is not None:
+        seconds, op = waits
+        key = op, get_ident()  # one writer for each entry
+        seconds[key] = seconds.get(key, 0.0) + perf_counter() - began
 
 
 # --- waiters -------------------------------------------------------------------------------------------------

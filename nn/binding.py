@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from aiodist.nn.layout import named_state, structure
 from aiodist.nn.passes import Pass
 from aiodist.nn.per_rank import Shared
 from aiodist.nn.reducer import Reducer
+from aiodist.nn.step_log import StepLog
 from aiodist.nn.steps import Changes, StepSettings
 from aiodist.streams import HostStream
 from aiodist.types import settings_text
@@ -87,11 +89,35 @@ class Binding:
         """The optimizer of the last step."""
         self.ended: str | None = None
         """The reason why calls raise, or None while the net is open."""
+        self.busy_seconds = 0.0
+        """Seconds in steps and backwards of the user, summed."""
         self._work: Handle[Any] | None = None
         """The newest step or backward that the user asked for."""
         self._passes: set[asyncio.Future[None]] = set()
         """Passes of `backward_iter` in flight."""
         reducer.steps.keep_own(settings.per_rank)
+        self.step_log = self._step_log()
+        """The user's callback after steps, or None without one on this rank."""
+        self._tallies = parts_of(self.coll).registry.resources.tallies
+        self._tallies[self.coll.name] = self._tally
+
+    def _step_log(self) -> StepLog | None:
+        if self.settings.log is None or self.home.rank != 0:
+            return None
+        return StepLog(self.settings.log, self.settings.log_every, lambda: self.reducer.statistics.exposed_seconds)
+
+    def _tally(self) -> dict[str, float]:
+        """Return the numbers of this net for metrics (any thread)."""
+        statistics = self.reducer.statistics
+        return {
+            "aiodist_steps_total": statistics.passes,
+            "aiodist_step_seconds_total": self.busy_seconds,
+            "aiodist_exposed_reduction_seconds_total": statistics.exposed_seconds,
+        }
+
+    def _end_tally(self) -> None:
+        """Keep the last numbers, but not the net."""
+        self._tallies[self.coll.name] = self._tally().copy
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.shared.module).__name__} on {self.coll!r}>"
@@ -104,6 +130,7 @@ class Binding:
     def configure(self, changes: Changes) -> None:
         """Change the settings."""
         self.settings = self.settings.changed(self.shared, changes)
+        self.step_log = self._step_log()
         self.joined.change(self.settings.stateful)
         self.reducer.steps.keep_own(self.settings.per_rank)
 
@@ -117,9 +144,11 @@ class Binding:
     async def finish(self, work: Handle[T]) -> T:
         """Return the result of `work`; raise `OperationTimeout` if a reduction of it is late: the work continues."""
         self._work = work
+        began = perf_counter()
         try:
             return await (work if self.coll.timeout is None else self._finish_in_time(work))
         finally:
+            self.busy_seconds += perf_counter() - began
             if self._work is work and work.done():
                 self._work = None
 
@@ -221,6 +250,7 @@ class Binding:
             if not (self.reducer.consensus.parted and isinstance(error, CommunicatorError)):
                 failed = error
         self.ended = "is closed"
+        self._end_tally()
         await self.compute.stream.aclose()
         await self.reducer.hook.aclose()
         self.reducer.release()
@@ -229,6 +259,7 @@ class Binding:
 
     def abort(self) -> None:
         self.ended = self.ended or "was aborted"  # a failed close has set it
+        self._end_tally()
         self.compute.stream.abort()
         self.reducer.hook.abort()
         self.reducer.release()

@@ -146,7 +146,7 @@ class DataParallel(MadeTogether, ModuleLike):
     def configure(self, **changes: Unpack[Changes]) -> StepSettings:
         """Change settings of `step`, from the next step on, and return all settings.
 
-        None switches a setting off. All ranks give the same settings, except `per_rank`.
+        None switches a setting off. All ranks give the same settings, except `per_rank` and `log`.
 
         Args:
             **changes: The settings to change, by the names below.
@@ -161,6 +161,9 @@ class DataParallel(MadeTogether, ModuleLike):
           optimizer may have them together with the net's. They are clipped by their own norm, and skip the update on
           this rank alone if one of their gradients is not finite. `create` sets those of the net's module, and only
           others may change.
+        - `log`: A function `log(step, values)`, called on rank 0 after each step, or each `log_every` steps. The values
+          are "loss", and for a step "seconds" from one call to the next and "waited_seconds" for reductions, as means.
+          The step of rank 0 raises its errors. Only rank 0 needs one.
 
         A setting with a value that is not allowed raises `ValueError` or `TypeError`.
 
@@ -255,10 +258,16 @@ class DataParallel(MadeTogether, ModuleLike):
         binding.reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
         work = Forward(runs, binding.settings, compute, opt, several=isinstance(forward, Sequence))
+        if (log := binding.step_log) is not None:
+            log.begin()
         if isinstance(opt, Optimizer):
-            return await binding.finish(compute.submit(plain_step, work, opt, compute))
-        await binding.finish(compute.submit(opt.train, work))
-        return work.result
+            result = await binding.finish(compute.submit(plain_step, work, opt, compute))
+        else:
+            await binding.finish(compute.submit(opt.train, work))
+            result = work.result
+        if log is not None:
+            log.end(self.steps_done, result[0] if isinstance(result, tuple) else result)
+        return result
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which the compute thread calls after all earlier work.

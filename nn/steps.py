@@ -27,6 +27,7 @@ from aiodist.handles import Handle
 from aiodist.nn.buckets import with_values
 from aiodist.nn.hyperparameters import Lines, SettingsHash, described, optimizers_of
 from aiodist.nn.per_rank import Shared
+from aiodist.nn.step_log import Log
 from aiodist.nn.tensor_parallel import total_over
 from aiodist.types import Stateful, first_unknown
 
@@ -51,6 +52,8 @@ class Changes(TypedDict, total=False):
     scheduler: RateSchedule | Iterable[RateSchedule] | None
     autocast: torch.autocast | torch.dtype | None
     per_rank: Iterable[Tensor | nn.Module | str] | Tensor | nn.Module | str | None
+    log: Log | None
+    log_every: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class StepSettings:
     """Forward runs under it, on the compute thread."""
     per_rank: Sequence[Tensor] = field(default=(), repr=False, compare=False)
     """Parameters that each rank keeps for itself: no net reduces them, and this rank alone clips and checks them."""
+    log: Log | None = field(default=None, repr=False, compare=False)
+    """Callback after steps, on rank 0."""
+    log_every: int = field(default=1, repr=False, compare=False)
+    """Number of steps between two calls of `log`."""
     divided: Mapping[nn.Parameter, Communicator] = field(default_factory=dict, repr=False, compare=False)
     """The parameters that are divided over ranks, with the communicator of these ranks."""
 

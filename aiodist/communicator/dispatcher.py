@@ -19,6 +19,7 @@ from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.operations import nothing
 from aiodist.communicator.agreement import Agreement
 from aiodist.communicator.claims import claim, note_write
+from aiodist.communicator.counts import Counts
 from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issued import Issued
@@ -89,6 +90,8 @@ class Dispatcher:
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
+        self.counts: Counts | None = None
+        """Counts by kind, or None without metrics."""
         self._observer: OperationObserver | None = None
         place, progress, within = (name, transport.rank), self.progress, self.repertoire.within
         failures = self.failures = Failures(name, channel, ranks, transport, within)
@@ -144,6 +147,13 @@ class Dispatcher:
             self._observer = observer
             if self.lifetime.issuer is not None:
                 self.lifetime.issuer.observer = None if observer is None else observer.issued
+
+    def count(self) -> Counts:
+        """Count the operations, bytes and waits from now on, and return the counts (loop's thread)."""
+        if self.counts is None:
+            self.counts = self.settlement.counts = Counts(self.oplog, self.account)
+            self.progress.counts_waits = True
+        return self.counts
 
     def way_of(self, handle: Handle[Any]) -> str:
         """Return the name of the implementation that ran a collective, or "" if the name is not known."""
@@ -274,12 +284,16 @@ class Dispatcher:
         if not self.watchdog.watch.watching:
             self.watchdog.watch.keep_watch()
         if meets is True:
-            self.oplog.record(what, origin)
+            self.oplog.record(what, origin, handle.nbytes)
         elif isinstance(meets, Named):
             self.names.record(meets, handle, what)
             self.watchdog.use_issued(meets)
         else:
             self.watchdog.messages += 1
+        if self.counts is not None and meets is not True:
+            self.counts.issued[what.kind] += 1
+            if isinstance(meets, Named) or meets.src is None:  # the bytes of a receive count when they have arrived
+                self.counts.nbytes[what.kind] += handle.nbytes
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
         """Run the work after the ranks have agreed on the operation. The transport lock is held."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiodist.backends.base import Transport
@@ -45,6 +45,8 @@ class Resources:
         """
         self.waited: dict[str, WaitingCall] = {}
         """Waits of the ranks, by communicator, if measured."""
+        self.tallies: dict[str, Callable[[], Mapping[str, float]]] = {}
+        """Functions that return the numbers of nets and parameter servers for metrics, by communicator (any thread)."""
         self._sharing = sharing
 
     def repertoire(

@@ -11,6 +11,7 @@ from typing import Any
 from aiodist.collectives.endpoint import Differ
 from aiodist.collectives.messages import Arrived
 from aiodist.communicator.claims import release
+from aiodist.communicator.counts import Counts
 from aiodist.communicator.names import Named
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, OperationState, Peer, Pending
 from aiodist.errors import AiodistError
@@ -40,6 +41,8 @@ class Settlement:
         self._pending = pending
         self._ends_alone = ends_alone
         self._threads = threads
+        self.counts: Counts | None = None
+        """Counts by kind, or None without metrics."""
 
     def begin(
         self, operation: CommunicatorOperation, work: Program[Any] | NativeCall, refusal: BaseException | None = None
@@ -159,6 +162,9 @@ class Settlement:
             self._reject(operation, operation.handle, error)
         else:
             if isinstance(result, Arrived):
+                if self.counts is not None:
+                    sent = operation.handle.nbytes if operation.meets.dst is not None else 0
+                    self.counts.nbytes[operation.handle.op] += result.nbytes + sent
                 operation.set_message(result.source, result.tag, result.nbytes)
                 result = result.data
             operation.resolve(result)

@@ -63,6 +63,8 @@ class Engine:
       epoch and step, and MismatchError if the parameters of ranks differ after a step, in any bit. It costs a few
       passes over all parameters in each step.
     - `dynamic=False` raises RuntimeError in a step whose graph of operations and parameters differs from the first one.
+    - `log=callback` calls `callback(step, values)` on rank 0 after each step, or with `log_every=n` each n steps, with
+      "loss", "seconds" and "waited_seconds" of a step (see `DataParallel.configure`).
     - `profile=(3, 8)` writes a trace of steps 3 to 8 of each rank to the folder `traces`, with torch's profiler.
 
     Raises:

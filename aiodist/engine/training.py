@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from aiodist.handles import Progress
 from aiodist.handles.calls import located
 from aiodist.nn import DataParallel
 from aiodist.nn.per_rank import Shared
+from aiodist.nn.step_log import Log, StepLog
 from aiodist.world.agree import agree
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ class EngineOptions(TypedDict, total=False):
     dynamic: bool
     profile: tuple[int, int] | None
     traces: str | PathLike[str]
+    log: Log | None
+    log_every: int
 
 
 class Assembly:
@@ -112,6 +115,8 @@ class Training:
         self._display = Display() if options.get("progress", True) and state.rank == 0 else None
         profile, traces = options.get("profile"), Path(options.get("traces", "traces"))
         self._profiling = None if profile is None else Profiling(profile, traces, state.rank)
+        log, every = options.get("log"), options.get("log_every", 1)
+        self._log = None if log is None or state.rank else StepLog(log, every, self._waited)
         self._debug = options.get("debug", False)
         self._dynamic = options.get("dynamic", True)
 
@@ -157,9 +162,17 @@ class Training:
             add("criterion", checks.GraphCheck(self._model.module))
         if profiling is not None:
             add("update", partial(self._profile, profiling.last, profiling.end))
+        if (log := self._log) is not None:
+            add("sample", log.begin)
+            add("update", lambda state: log.end(state.step, cast(Tensor, state.loss)))
         if self._display is not None:
             add("update", self._display.update)
             add("epoch", self._display.epoch)
+
+    def _waited(self) -> float:
+        """Return the seconds that all steps have waited for reductions: none with a client of a parameter server."""
+        net = self._state.net
+        return net.statistics().exposed_seconds if isinstance(net, DataParallel) else 0.0
 
     def _asks_stop(self) -> bool:
         """Return True if a hook or a signal asks all ranks to stop."""

@@ -318,7 +318,7 @@ class Server:
         self.saving.check()
 
     def statistics(self) -> ParameterServerStatistics:
-        """Return the counts of this rank (loop's thread)."""
+        """Return the counts of this rank (any thread)."""
         tables = [shard for shard in list(self.shards.values()) if isinstance(shard, TableShard)]
         counts = [*self._counted, *(leader.machine.counts for leader in self.shards.led().values())]
         return ParameterServerStatistics(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import _get_running_loop
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -104,6 +104,7 @@ class ParameterServerSession:
         me = ServerMember(self.uid, old.size, len(settings.servers), place, worked, roles, old.saved)
         name = self.coll.name
         self._abort(CommunicatorAborted(f"parameter server {name!r} continues with other ranks", comm=name))
+        self._tallies.pop(name, None)  # the counts continue in the next ones
         if self._lifetime.refusal is None:
             self.coll.abort("its parameter server continues with other ranks")
         self.parent = coll
@@ -157,6 +158,7 @@ class ParameterServerSession:
         self._lifetime.on_abort.append(self._aborted)
         parts_of(self.coll).dispatcher.watchdog.serves = True
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
+        self._tallies[self.coll.name] = self._tally
         self.refusal = None
         dispatcher, aborted = parts_of(self.coll).dispatcher, self.abort_everywhere
         self._watch = ServerWatch(
@@ -197,6 +199,15 @@ class ParameterServerSession:
     def _buffer(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
             return self.coll.arena_empty(nbytes, torch.uint8)
+
+    def _tally(self) -> dict[str, float]:
+        """Return the numbers of this rank for metrics (any thread)."""
+        return self.server.statistics().as_metrics()
+
+    @property
+    def _tallies(self) -> dict[str, Callable[[], Mapping[str, float]]]:
+        tallies: dict[str, Callable[[], Mapping[str, float]]] = parts_of(self.coll).registry.resources.tallies
+        return tallies
 
     @property
     def _lifetime(self) -> Lifetime:
@@ -263,6 +274,7 @@ class ParameterServerSession:
     def _close(self, refusal: AiodistError) -> None:
         """Refuse calls, and receive nothing more."""
         self.refusal = self.refusal or refusal
+        self._tallies[self.coll.name] = self._tally().copy  # the last numbers, without the server
         self._watch.close()
         with transport_lock:
             self.context.coalescer.abort()

@@ -61,3 +61,18 @@ class ParameterServerStatistics(ClientStatistics):
     """Number of rows in its parts of tables, now."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of applied pushes by staleness, in versions, of tensors that this rank leads."""
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the numbers by the names of `docs/metrics.md`."""
+        return {
+            "aiodist_ps_pushes_total": self.pushes,
+            "aiodist_ps_pulls_total": self.pulls,
+            "aiodist_ps_push_bytes_total": self.push_bytes,
+            "aiodist_ps_pull_bytes_total": self.pull_bytes,
+            "aiodist_ps_push_seconds_total": self.push_seconds,
+            "aiodist_ps_pull_seconds_total": self.pull_seconds,
+            "aiodist_ps_applied_pushes_total": self.staleness.total(),
+            "aiodist_ps_dropped_pushes_total": self.dropped,
+            "aiodist_ps_served_reads_total": self.served,
+            "aiodist_ps_staleness_versions_total": sum(age * count for age, count in self.staleness.items()),
+        }

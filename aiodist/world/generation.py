@@ -24,6 +24,7 @@ from aiodist.watch.arrivals import ArrivalTimes
 from aiodist.watch.deadlocks import Deadlocks
 from aiodist.watch.inspector import inspected
 from aiodist.watch.lag import watched_loop
+from aiodist.watch.metrics import measured
 from aiodist.watch.trace import Recording
 from aiodist.world.leaving import stopping_by_signals
 from aiodist.world.opening import Limits, RankPlace, find_neighbours, find_topology, unless_lost
@@ -108,6 +109,8 @@ class RankWorld:
                 self._signals.enter_context(stopping_by_signals(lambda: world))
         self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.report_lag_over))
         self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))
+        if options.alone and environment.metrics is not None:
+            self._held.enter_context(measured(world, environment.metrics, environment.otlp_interval))
         if options.levels is not None:
             await root_levels(world, options.levels)
         if (options.stragglers or environment.stragglers) and world.size > 1:
