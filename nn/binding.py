@@ -96,15 +96,16 @@ class Binding:
         self._passes: set[asyncio.Future[None]] = set()
         """Passes of `backward_iter` in flight."""
         reducer.steps.keep_own(settings.per_rank)
-        self.step_log = self._step_log()
+        self.step_log = self._step_log(settings)
         """The user's callback after steps, or None without one on this rank."""
         self._tallies = parts_of(self.coll).registry.resources.tallies
         self._tallies[self.coll.name] = self._tally
 
-    def _step_log(self) -> StepLog | None:
-        if self.settings.log is None or self.home.rank != 0:
+    def _step_log(self, settings: StepSettings) -> StepLog | None:
+        if settings.log is None:
             return None
-        return StepLog(self.settings.log, self.settings.log_every, lambda: self.reducer.statistics.exposed_seconds)
+        log = StepLog(settings.log, settings.log_every, lambda: self.reducer.statistics.exposed_seconds)
+        return log if self.home.rank == 0 else None
 
     def _tally(self) -> dict[str, float]:
         """Return the numbers of this net for metrics (any thread)."""
@@ -129,8 +130,8 @@ class Binding:
 
     def configure(self, changes: Changes) -> None:
         """Change the settings."""
-        self.settings = self.settings.changed(self.shared, changes)
-        self.step_log = self._step_log()
+        settings = self.settings.changed(self.shared, changes)
+        self.settings, self.step_log = settings, self._step_log(settings)
         self.joined.change(self.settings.stateful)
         self.reducer.steps.keep_own(self.settings.per_rank)
 

@@ -42,6 +42,7 @@ class Counts:
         added = [(kind, Count(operations)) for kind, operations in dict(self.issued).items()]
         added += [(kind, Count(0, nbytes)) for kind, nbytes in dict(self.nbytes).items()]
         added += [(kind, Count(0, 0, seconds)) for (kind, _), seconds in self._waits.copy().items()]
-        for kind, more in added:
-            found[kind] = Count(*map(sum, zip(found.get(kind, Count()), more, strict=True)))
+        for kind, (operations, nbytes, waited) in added:
+            before = found.get(kind, Count())
+            found[kind] = Count(before.operations + operations, before.nbytes + nbytes, before.waited + waited)
         return found

@@ -116,7 +116,8 @@ class Training:
         profile, traces = options.get("profile"), Path(options.get("traces", "traces"))
         self._profiling = None if profile is None else Profiling(profile, traces, state.rank)
         log, every = options.get("log"), options.get("log_every", 1)
-        self._log = None if log is None or state.rank else StepLog(log, every, self._waited)
+        step_log = None if log is None else StepLog(log, every, self._waited)
+        self._log = step_log if state.rank == 0 else None
         self._debug = options.get("debug", False)
         self._dynamic = options.get("dynamic", True)
 

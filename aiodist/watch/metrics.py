@@ -35,10 +35,13 @@ _UP = Sample("aiodist_rank_up", 1)
 
 
 @contextmanager
-def measured(world: Communicator, where: str, otlp_interval: float | None) -> Iterator[None]:
-    """Publish the numbers of this rank in the block, at the place `where` (see `Target`), and by OTLP if wanted."""
+def measured(world: Communicator, where: str, otlp_interval: float | None = None) -> Iterator[int]:
+    """Publish the numbers of this rank in the block, at the place `where` (see `Target`), and by OTLP if wanted.
+
+    The block gives the port of this rank's endpoint, or 0 without one.
+    """
     target, channel = Target.parse(where, otlp=otlp_interval is not None), parts_of(world).registry.channel
-    meter, rank = Meter(world), channel.rank
+    meter, rank, port = Meter(world), channel.rank, 0
     with ExitStack() as stack:
         if otlp_interval is not None:
             with nullcontext() if target == Target() else suppress(BackendUnavailable):
@@ -54,12 +57,12 @@ def measured(world: Communicator, where: str, otlp_interval: float | None) -> It
             if rank == 0:
                 endpoint = Endpoint(target, Collector(answers.ask).registry)
                 stack.callback(endpoint.close)
+                port = endpoint.server_address[1]
                 if target.port == 0:
-                    place = f"{target.host or socket.gethostname()}:{endpoint.server_address[1]}"
-                    sys.stderr.write(f"metrics: http://{place}/metrics\n")
+                    sys.stderr.write(f"metrics: http://{target.host or socket.gethostname()}:{port}/metrics\n")
         meter.start()
         stack.callback(meter.close)  # first, so that the last file is the newest
-        yield
+        yield port
 
 
 class Meter(Quiet):

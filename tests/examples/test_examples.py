@@ -553,3 +553,14 @@ def test_w3_elastic_training_ends_as_if_nothing_had_happened(launch: Launch, see
     (line,) = [line for lines in done.lines.values() for line in lines if "accuracy" in line]
     assert line.startswith("3 ranks in generation 3: test accuracy 0.9")
     assert abs(float(line.split()[-1]) - float(calm.split()[-1])) <= 0.01
+
+
+@pytest.mark.thorough
+def test_w13_metrics(launch: Launch) -> None:
+    done = launch(2, EXAMPLES / "metrics.py", mpi="none")
+    assert (done.code, done.errors) == (0, "")
+    steps = [
+        re.fullmatch(r"step (\d+): loss 0\.\d{3}, [\d.]+ ms, \d+% of it waited", line) for line in done.lines[0][:-1]
+    ]
+    assert [step and step[1] for step in steps] == ["10", "20", "30", "40"]
+    assert [done.lines[rank][-1] for rank in range(2)] == ["rank 0: 40 steps", "rank 1: 40 steps"]
