@@ -25,12 +25,14 @@ from aiodist.handles.timers import Quiet
 from aiodist.threads import OwnThread
 from aiodist.watch.exposition import Collector, Endpoint, Otlp, Sample, Target
 
+LOOK_SECONDS = 1.0
+"""Time between two looks of the thread, in seconds."""
+MOST_CLOSED = 100
+"""Number of closed communicators whose counts are kept."""
 _TOPIC = "metrics"
-_LOOK_SECONDS = 1.0
 _LAGS = 15  # looks
 _WRITE_LOOKS = 5  # between two files
 _ANSWER_SECONDS = 1.0  # longest wait of a scrape for the other ranks
-_MOST_CLOSED = 100  # closed communicators whose counts are kept
 _UP = Sample("aiodist_rank_up", 1)
 
 
@@ -106,7 +108,7 @@ class Meter(Quiet):
 
     def _run(self) -> None:
         looks = 0
-        while not self._ended.wait(_LOOK_SECONDS):
+        while not self._ended.wait(LOOK_SECONDS):
             looks += 1
             if self._asked is None:
                 self._asked = monotonic()
@@ -128,7 +130,7 @@ class Meter(Quiet):
         with self._reading:
             for name, dispatcher in self._open.copy().items():
                 found += self._read(name, dispatcher)
-            for name in [name for name in self._counts if name not in self._open][:-_MOST_CLOSED]:
+            for name in [name for name in self._counts if name not in self._open][:-MOST_CLOSED]:
                 del self._counts[name]
             for name, counts in self._counts.items():
                 for kind, count in counts.items():

@@ -143,3 +143,17 @@ def test_l5_a_bad_number_of_servers_is_named(value: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         servers(3, {"AIODIST_SERVERS": value})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "metrics", "seconds"),
+    [
+        ({}, None, None),
+        ({"AIODIST_METRICS": "9400", "OTEL_METRIC_EXPORT_INTERVAL": "500"}, "9400", None),
+        ({"AIODIST_METRICS": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}, "otlp", 60.0),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "b", "OTEL_METRIC_EXPORT_INTERVAL": "500"}, None, 0.5),
+    ],
+)
+def test_w13_the_place_of_metrics(given: dict[str, str], metrics: str | None, seconds: float | None) -> None:
+    found = Environment.read(given)
+    assert (found.metrics, found.otlp_interval) == (metrics, seconds)

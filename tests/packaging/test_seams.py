@@ -71,7 +71,8 @@ PARTS = {
     "the control channel, with sockets of the test": "control.link control.places frames handshake",
     "the interface that mypy compares": "elastic.rebinding",
     "the exchange between ranks, as other packages call it": "world.agree",
-    "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
+    "what watches": "watch.arrivals watch.clock watch.exposition watch.jobs watch.metrics watch.shown "
+    "watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls nn.buckets ps.pool threads world.isolation",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",

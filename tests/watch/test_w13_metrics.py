@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from time import time
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 import aiodist
 from aiodist import BackendUnavailable, Communicator, ConfigError, DeadlockError, cli
 from aiodist.communicator import parts_of
-from aiodist.env import otlp_interval
+from aiodist.handles import internals
 from aiodist.nn import DataParallel
 from aiodist.ps import ParameterServer
 from aiodist.watch import metrics
@@ -189,9 +188,9 @@ async def test_w13_waits_are_counted_where_the_program_waits(coll: Communicator)
 async def test_w13_waits_of_threads_are_counted(until: Until) -> None:
     async with aiodist.init(thread=True) as coll:
         counts = parts_of(coll).dispatcher.count()
-        receiving: Any = coll.recv(torch.empty(1))
+        receiving = coll.recv(torch.empty(1))
         waiting = asyncio.create_task(asyncio.to_thread(receiving.wait))
-        await until(lambda: receiving._event is not None)
+        await until(lambda: internals.is_awaited(receiving))
         began = time()
         assert blocked_until(lambda: time() > began + 0.02)
         await coll.send(torch.ones(1), 0)
@@ -241,7 +240,7 @@ async def test_w13_a_deadlock_is_found_as_before(coll: Communicator) -> None:
 
 
 async def test_w13_the_lag_of_a_blocked_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(metrics, "LOOK_SECONDS", 0.01)
     async with aiodist.init() as coll:
         meter = Meter(coll)
 
@@ -262,7 +261,7 @@ async def test_w13_a_file_for_each_rank(
     coll: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     folder = Path(await coll.broadcast_object(str(tmp_path / "a" / "b")))
-    monkeypatch.setattr(metrics, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(metrics, "LOOK_SECONDS", 0.01)
     with measured(coll, str(folder)):
         mine = folder / f"rank-{coll.rank}.prom"
         await until(mine.exists)
@@ -320,7 +319,7 @@ async def test_w13_without_metrics_nothing_is_counted(coll: Communicator) -> Non
 
 
 async def test_w13_closed_communicators_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MOST_CLOSED", 2)
+    monkeypatch.setattr(metrics, "MOST_CLOSED", 2)
     async with aiodist.init() as coll:
         meter = Meter(coll)
         meter.start()
@@ -349,9 +348,6 @@ def test_w13_places() -> None:
         Target.parse("otlp", otlp=False)
     with pytest.raises(ConfigError, match="up to 65535"):
         Target.parse("70000", otlp=False)
-    assert otlp_interval({}) is None
-    assert otlp_interval({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}) == 60
-    assert otlp_interval({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "b", "OTEL_METRIC_EXPORT_INTERVAL": "500"}) == 0.5
 
 
 @pytest.mark.ranks(1)
