@@ -227,6 +227,7 @@ class Claims(Sized):
     def acquire_all(self, claims: Sequence[tuple[int, int, bool, *tuple[object, ...]]], owner: object, /) -> None: ...
     def release_all(self, claims: Sequence[tuple[int, int, bool, *tuple[object, ...]]], /) -> None: ...
     def release(self, start: int, nbytes: int, writes: bool, /) -> None: ...
+    def checksum(self, start: int, nbytes: int, /) -> int: ...
     def __len__(self) -> int: ...
 
 class Log:
@@ -244,7 +245,7 @@ class Plan:
         self,
         what: object,
         name: str,
-        otherwise: Callable[[Any, Any, Any, list[Any]], None] | None,
+        otherwise: Callable[[Any, Any, Any, list[Any], Any], None] | None,
         word: int,
         kind: int,
         dtype: int,
@@ -263,6 +264,7 @@ class Plan:
 class Issuer:
     open: bool
     observer: Callable[[Any], Callable[..., object]] | None
+    strict: bool
     threads: bool
     def __init__(
         self,
@@ -279,11 +281,13 @@ class Issuer:
         watch: object,
         publish: Callable[[], object],
         failed: Callable[[Any, Any], object],
+        changed: Callable[[Any, Any, Any], object],
         handle: type[Handle],
         tensor: type[Any],
         parameter: type[Any],
         increment: Callable[[Sequence[Any]], object],
         grad_enabled: Callable[[], bool],
+        inference: Callable[[], bool],
         /,
     ) -> None: ...
     def allreduce(self, t: object, op: str, impl: str, /) -> Handle | None: ...

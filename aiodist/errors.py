@@ -136,7 +136,7 @@ class MismatchAborted(CommunicatorAborted, MismatchError):
 
 
 class BufferInFlight(AiodistError, ValueError):
-    """An earlier operation that is still in flight uses the same memory."""
+    """An operation in flight uses the same memory, or with `init(strict=True)` the program has changed its tensor."""
 
 
 class PeerError(AiodistError):

@@ -99,6 +99,11 @@ typedef struct {
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
     PyObject *memory[2];  // the storages of `tensor` and `target`, if the operation did not finish immediately
+    // The state of `tensor` and `target` when the call returned, to find writes of the program: their versions, or -1,
+    // hashes of their forms, and the checksum of the memory that is only read, or 0.
+    bool watched;
+    long long versions[2];
+    uint64_t forms[2], sum;
     core_op native;
 } Handle;
 

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "checksum.h"
 #include "dlpack.h"
 
 // --- plans -------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ static void plan_dealloc(Plan *self) {
 static PyType_Slot plan_slots[] = {
     {Py_tp_doc,
      "Plan(what, name, otherwise, word, kind, dtype, reduction, root, like, count, nbytes, target_nbytes, writes, sent, received): "
-     "a collective of a lane. `otherwise(handle, t, out, claims)` continues if the ranks' parts are not alike."},
+     "a collective of a lane. `otherwise(handle, t, out, claims, changed)` continues if the ranks' parts are not alike."},
     {Py_tp_new, plan_new}, {Py_tp_dealloc, plan_dealloc}, {Py_tp_traverse, plan_traverse}, {Py_tp_clear, plan_clear}, {0},
 };
 static PyType_Spec plan_spec = {
@@ -110,20 +111,23 @@ struct Issuer {
     Log *log;
     Pacer *pacer;
     Segments *segments;
-    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *observer;
+    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *changed, *observer;
     PyObject *running;  // the thread's running-loop object when the running loop was found to be the communicator's
     PyTypeObject *handle, *tensor, *parameter;
     PyObject *increment, *grad_enabled;  // of torch: count writes of tensors; return True while autograd records
     PyCFunction increment_of;            // the C function of `increment`, a tenth faster; NULL: none
     Once *once;                          // the argument of `increment`
+    PyObject *inference;                 // of torch: a method of a tensor, returns True for an inference tensor
+    PyCFunction inference_of;            // the C function of `inference`, which takes any tensor; NULL: none
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
+    char strict;  // true compares checksums of the memory that operations only read
     Known known[KNOWN];
     Seen seen[SEEN];
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_requires_grad, *s_loop, *s_running;
+static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_version, *s_is_inference, *s_requires_grad, *s_loop, *s_running;
 static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
@@ -139,11 +143,14 @@ static bool has(PyObject *object, PyObject *name, const PyObject *expected) {
 
 static bool same(PyObject *a, PyObject *b) { return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
 
-static Known *known_at(Issuer *self, const dl_tensor *t) {
+// Returns a hash of dtype and shape.
+static uint64_t form_of(const dl_tensor *t) {
     uint64_t hash = (t->dtype_code * 256u + t->dtype_bits) * UINT64_C(0x9E3779B97F4A7C15);
     for (int32_t i = 0; i < t->ndim; i++) hash = (hash ^ (uint64_t)t->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
-    return &self->known[(hash >> 32) % KNOWN];
+    return hash;
 }
+
+static Known *known_at(Issuer *self, const dl_tensor *t) { return &self->known[(form_of(t) >> 32) % KNOWN]; }
 
 static void known_release(Known *known) {
     Py_XDECREF(known->op), Py_XDECREF(known->impl);
@@ -384,12 +391,69 @@ static bool is_recorded(const Issuer *self, PyObject *tensor) {
     return enabled != Py_False;
 }
 
-// The tensors of a call: (t, target, result, out); `in` and `out` are the addresses of t and target.
+// The tensors of a call: (t, target, result, out); `in` and `out` are the addresses of t and target, `forms` their forms.
 typedef struct {
     Plan *plan;
     PyObject *const *tensors;
-    uint64_t in, out;
+    uint64_t in, out, forms[2];
 } call;
+
+// --- writes of the program into memory in flight ------------------------------------------------------------------
+
+// Returns the version of `tensor`, or -1 for a tensor without one. Any thread that has the GIL may call: torch's counter
+// is atomic.
+static long long version_of(const Issuer *self, PyObject *tensor) {
+    PyObject *inference = self->inference_of != NULL ? self->inference_of(tensor, NULL)
+                                                     : PyObject_CallMethodObjArgs(tensor, s_is_inference, NULL);
+    PyObject *version = inference == Py_False ? PyObject_GetAttr(tensor, s_version) : NULL;
+    long long number = version == NULL ? -1 : PyLong_AsLongLong(version);
+    Py_XDECREF(inference), Py_XDECREF(version);
+    if (number < 0) PyErr_Clear();
+    return number;
+}
+
+// Returns the checksum of the memory that the operation only reads, or 0 if there is none.
+static uint64_t sum_of(const Handle *h) {
+    claim claims[2];
+    unsigned count = claims_of(h, claims);
+    for (unsigned i = 0; i < count; i++) {
+        PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
+        if (claims[i].writes || memory == NULL) continue;
+        uint64_t start = number_of(memory, s_data_ptr), end = start + number_of(memory, s_nbytes);
+        // A program may have shrunk the storage.
+        if (start <= claims[i].start && claims[i].start + claims[i].nbytes <= end)
+            return checksum((const void *)claims[i].start, claims[i].nbytes);
+    }
+    return 0;
+}
+
+// Notes the state of the caller's tensors when the call returns. A tensor of one number is skipped, since the two reads
+// of the version take a tenth of the time of such a call.
+static void watch(const Issuer *self, Handle *h, const call *what) {
+    PyObject *const tensors[2] = {h->tensor, h->out == NULL ? NULL : h->target};
+    for (int i = 0; i < 2; i++) {
+        bool watched = is_set(tensors[i]) && (self->strict || h->nbytes > (Py_ssize_t)sizeof(double));
+        h->versions[i] = watched ? version_of(self, tensors[i]) : -1;
+        h->forms[i] = what->forms[i];
+    }
+    h->sum = self->strict ? sum_of(h) : 0;
+    h->watched = true;
+}
+
+// Returns the tensor that the program has changed during the operation, or NULL. A new version counts if the tensor has
+// all of its storage, since views share one counter, and still has the memory and the shape of the call.
+static PyObject *changed(const Issuer *self, const Handle *h) {
+    const Plan *plan = (const Plan *)h->plan;
+    PyObject *const tensors[2] = {h->tensor, h->target};
+    const uint64_t at[2] = {(uint64_t)(uintptr_t)h->native.in, (uint64_t)(uintptr_t)h->native.out};
+    for (int i = 0; i < 2; i++) {
+        if (h->versions[i] < 0 || version_of(self, tensors[i]) == h->versions[i]) continue;
+        dl_tensor t;
+        bool whole = h->memory[i] != NULL && number_of(h->memory[i], s_nbytes) == (i == 0 ? plan->nbytes : plan->target_nbytes);
+        if (whole && describe(self, tensors[i], &t) && address_of(&t) == at[i] && form_of(&t) == h->forms[i]) return tensors[i];
+    }
+    return self->strict && sum_of(h) != h->sum ? h->tensor : NULL;
+}
 
 // Returns a handle that owns its memory and is in the log; NULL with an exception set.
 static Handle *issued(Issuer *self, const call *what, core_place place) {
@@ -499,6 +563,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     if (h->status == status_pending) {
         keep_memory(h);
         count_write(self, written_by(h));
+        if (h->issuer != NULL) watch(self, h, what);  // else a program has taken over
         core_engine_notice(lane->engine->engine, lane->lane, heavy);
     }
     return (PyObject *)h;
@@ -512,33 +577,33 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     dl_tensor t;
     Plan *plan = from != ELSEWHERE && describe(self, args[0], &t) ? plan_for(self, &t, args[1], args[2]) : NULL;
     if (plan == NULL) Py_RETURN_NONE;
-    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t)}, from == ON_LOOP);
+    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}}, from == ON_LOOP);
 }
 
 // issue(plan, t, target, result, out): returns the handle, or None if Python must issue the call.
 static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
-    call what = {(Plan *)args[0], args + 1, 0, 0};
+    call what = {(Plan *)args[0], args + 1, 0, 0, {0, 0}};
     PyObject *t = args[1], *target = args[2];
     enum from from = may_issue(self);
     dl_tensor found;
     if (from == ELSEWHERE || (t != Py_None && !describe(self, t, &found))) Py_RETURN_NONE;
-    if (t != Py_None) what.in = what.out = address_of(&found);
+    if (t != Py_None) what.in = what.out = address_of(&found), what.forms[0] = form_of(&found);
     if (target != Py_None && target != t) {
         if (!describe(self, target, &found)) Py_RETURN_NONE;
-        what.out = address_of(&found);
+        what.out = address_of(&found), what.forms[1] = form_of(&found);
     }
     return issue(self, &what, from == ON_LOOP);
 }
 
-// Lets a program continue the operation, with its claims. The ranks agree on the operation, but a lane cannot run their
-// parts together.
-static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
+// Lets a program continue the operation, with its claims and the tensor that the user's program has changed, or NULL. The
+// ranks agree on the operation, but a lane cannot run their parts together.
+static PyObject *go_on(Handle *h, const claim *claims, unsigned count, PyObject *changed) {
     PyObject *owned = PyList_New(0);
     keep_memory(h);
     for (unsigned i = 0; owned != NULL && i < count; i++) {
         PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
-        PyObject *tensor = claims[i].writes ? written_by(h) : NULL;
+        PyObject *tensor = claims[i].writes ? written_by(h) : h->tensor;
         PyObject *one = Py_BuildValue("(KKOOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
                                       claims[i].writes ? Py_True : Py_False, is_set(memory) ? memory : Py_None,
                                       tensor == NULL ? Py_None : tensor);
@@ -546,7 +611,8 @@ static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
         Py_XDECREF(one);
     }
     PyObject *out = h->out == NULL ? Py_None : h->out;
-    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, h->tensor, out, owned, NULL);
+    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, h->tensor, out, owned,
+                                                                              changed == NULL ? Py_None : changed, NULL);
     Py_XDECREF(owned);
     return told;
 }
@@ -558,15 +624,19 @@ void issuer_settle(Handle *h) {
     unsigned count = claims_of(h, claims);
     h->issuer = NULL;
     PyObject *told = NULL;
+    bool succeeds = state == CORE_DONE || state == CORE_UNLIKE;
+    PyObject *tensor = succeeds && h->status == status_pending && h->watched ? changed(self, h) : NULL;
     lane_keep(self->lane, &h->native, h->tensor);
     count_write(self, written_by(h));
     if (state != CORE_UNLIKE) release(self, claims, count);
     if (state == CORE_UNLIKE) {
-        told = go_on(h, claims, count);
+        told = go_on(h, claims, count, tensor);
     } else if (state != CORE_DONE) {
         PyObject *error = PyObject_CallFunction(self->lane->fail, "iI", (int)state, h->native.differs);
         if (error != NULL) told = PyObject_CallFunctionObjArgs(self->failed, h, error, NULL);
         Py_XDECREF(error);
+    } else if (tensor != NULL) {
+        told = PyObject_CallFunctionObjArgs(self->changed, h, h->result != NULL ? h->result : h->tensor, tensor, NULL);
     } else if (h->status == status_pending) {
         count_bytes(self->lane, h->native.in_at, (uint64_t)h->nbytes);
         PyObject *number = PyLong_FromLongLong(h->seq);
@@ -620,11 +690,11 @@ static PyObject *issuer_forget(Issuer *self, PyObject *none) {
 
 static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
-    PyObject *lane, *claims, *log, *pacer, *segments, *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *handle,
-        *tensor, *parameter, *increment, *grad_enabled;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!OO!OO!O!OOOOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
+    PyObject *lane, *claims, *log, *pacer, *segments, *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *changed, *handle,
+        *tensor, *parameter, *increment, *grad_enabled, *inference;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!OO!OO!O!OOOOOOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
                           segments_type, &segments, &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &to_fail, &PyDict_Type, &ours,
-                          &watch, &publish, &failed, &handle, &tensor, &parameter, &increment, &grad_enabled))
+                          &watch, &publish, &failed, &changed, &handle, &tensor, &parameter, &increment, &grad_enabled, &inference))
         return NULL;
     PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
     const dl_exchange *exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -643,13 +713,14 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     self->once = once;
     self->lane = (Lane *)lane, self->claims = (Claims *)claims, self->log = (Log *)log, self->pacer = (Pacer *)pacer;
     self->account = account, self->pending = pending, self->inbox = inbox, self->to_fail = to_fail, self->ours = ours, self->watch = watch;
-    self->segments = (Segments *)segments, self->publish = publish, self->failed = failed;
+    self->segments = (Segments *)segments, self->publish = publish, self->failed = failed, self->changed = changed;
     self->handle = (PyTypeObject *)handle, self->tensor = (PyTypeObject *)tensor, self->parameter = (PyTypeObject *)parameter;
-    self->increment = increment, self->grad_enabled = grad_enabled;
+    self->increment = increment, self->grad_enabled = grad_enabled, self->inference = inference;
     self->increment_of = PyCFunction_GetFlags(increment) == METH_O ? PyCFunction_GetFunction(increment) : NULL;
-    PyErr_Clear();  // `increment` is no function of C
+    self->inference_of = PyCFunction_GetFlags(inference) == METH_NOARGS ? PyCFunction_GetFunction(inference) : NULL;
+    PyErr_Clear();  // one of them is no function of C
     PyObject *const kept[] = {lane,    claims, log,   pacer,   segments, account, pending, inbox,
-                              to_fail, ours,   watch, publish, failed,   handle,  tensor,  parameter, increment, grad_enabled};
+                              to_fail, ours,   watch, publish, failed,   changed, handle,  tensor,  parameter, increment, grad_enabled, inference};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
     return (PyObject *)self;
@@ -658,8 +729,8 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->observer, self->running, (PyObject *)self->handle,
-        (PyObject *)self->tensor, (PyObject *)self->parameter, self->increment, self->grad_enabled, (PyObject *)Py_TYPE((PyObject *)self),
+        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->changed, self->observer, self->running, (PyObject *)self->handle,
+        (PyObject *)self->tensor, (PyObject *)self->parameter, self->increment, self->grad_enabled, self->inference, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_VISIT((PyObject *)self->known[i].plan);
@@ -668,7 +739,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 
 static int issuer_clear(Issuer *self) {
     PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed,
-                                &self->observer, &self->running};
+                                &self->changed, &self->observer, &self->running};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
@@ -685,6 +756,7 @@ static void issuer_dealloc(Issuer *self) {
     Py_XDECREF((PyObject *)self->lane), Py_XDECREF((PyObject *)self->claims), Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->pacer), Py_XDECREF((PyObject *)self->handle), Py_XDECREF((PyObject *)self->tensor);
     Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments), Py_XDECREF(self->increment), Py_XDECREF(self->grad_enabled);
+    Py_XDECREF(self->inference);
     Py_XDECREF((PyObject *)self->once);
     PyObject_GC_Del(self);
     DECREF(type);
@@ -703,6 +775,7 @@ static PyMethodDef issuer_methods[] = {
 static PyMemberDef issuer_members[] = {
     OFFERS("open", T_BOOL, Issuer, open, 0, "True while the communicator takes calls."),
     OFFERS("observer", T_OBJECT, Issuer, observer, 0, "Called with each handle; returns a callback for the end."),
+    OFFERS("strict", T_BOOL, Issuer, strict, 0, "True compares checksums of the memory that operations only read."),
     OFFERS("threads", T_BOOL, Issuer, threads, 0, "True if other threads may call too, one at a time."),
     {0},
 };
@@ -719,6 +792,7 @@ int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"}, {&s_data_ptr, "data_ptr"}, {&s_nbytes, "nbytes"},
+        {&s_version, "_version"}, {&s_is_inference, "is_inference"},
         {&s_requires_grad, "requires_grad"}, {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -1,6 +1,8 @@
 // Tables that every operation uses: bytes in flight, the log, and the published memory.
 #include "binding.h"
 
+#include "checksum.h"
+
 // --- claims ------------------------------------------------------------------------------------------------------
 
 PyTypeObject *claims_type, *log_type, *segments_type;
@@ -108,6 +110,13 @@ static PyObject *claims_release_all(Claims *self, PyObject *claims) {
     Py_RETURN_NONE;
 }
 
+static PyObject *claims_checksum(Claims *self, PyObject *args) {
+    (void)self;
+    unsigned long long start, nbytes;
+    if (!PyArg_ParseTuple(args, "KK", &start, &nbytes)) return NULL;
+    return PyLong_FromUnsignedLongLong(checksum((const void *)(uintptr_t)start, (size_t)nbytes));
+}
+
 static Py_ssize_t claims_length(Claims *self) { return (Py_ssize_t)(self->writes.ranges + self->reads.ranges); }
 
 static PyObject *claims_new(PyTypeObject *type, PyObject *args, PyObject *named) {
@@ -133,6 +142,7 @@ static PyMethodDef claims_methods[] = {
      "acquire_all(claims, owner): claim all (address, bytes, written, ...), or none. Calls `_drop_holder(claims, i, holder, owner)` "
      "if a holder has bytes of claim i."},
     {"release_all", (PyCFunction)claims_release_all, METH_O, "release_all(claims): release all claims of `acquire_all`."},
+    {"checksum", (PyCFunction)claims_checksum, METH_VARARGS, "checksum(start, nbytes): return a hash of these bytes, of 64 bits."},
     {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): release a claim."},
     {0},
 };

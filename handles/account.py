@@ -57,6 +57,8 @@ class Account:
         """Seconds of awaits and blocked threads, by call and thread, or None without metrics."""
         self.forgiven: tuple[type[BaseException], ...] = ()
         """Errors that are not reported, since this rank has failed and reports its failure itself."""
+        self.strict = False
+        """True makes a change of a tensor in flight an error."""
         self._loop = loop
         self._prompt = prompt
         self._results = results
@@ -126,11 +128,14 @@ class Account:
         return True
 
     def _warn(self, entry: _Dropped) -> None:
-        where = entry.origin
         lost = "finished after its await had ended, and its result was dropped"
         what = lost if entry.given_up else "was never awaited"
+        self.warn(entry.op, entry.origin, what)
+
+    def warn(self, op: str, where: Origin | None, what: str) -> None:
+        """Warn once for each line that the operation `op`, issued at the line `where`, `what`."""
         if where is None:
-            warnings.warn(f"{entry.op} {what}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{op} {what}", RuntimeWarning, stacklevel=2)
         else:  # without the number, since Python would show the different texts of all iterations of a loop
-            message = f"{entry.op} issued at {where} {what}"
+            message = f"{op} issued at {where} {what}"
             warnings.warn_explicit(message, RuntimeWarning, where.filename, where.lineno, registry=self._shown)

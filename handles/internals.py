@@ -6,6 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from aiodist.handles.account import Account
 from aiodist.handles.handle import Handle
 from aiodist.handles.state import HandleFence, HandleStatus, Waiter, details, error_of, late_ranks, plight, unfinished
 
@@ -27,6 +28,7 @@ __all__ = [
     "is_detached",
     "is_pending",
     "is_retrieved",
+    "is_strict",
     "issued_at",
     "late_ranks",
     "name_of",
@@ -35,6 +37,7 @@ __all__ = [
     "remove_waiter",
     "seconds_left",
     "unfinished",
+    "warn",
     "was_looked_at",
 ]
 
@@ -54,6 +57,17 @@ def issued_at(handle: Handle[Any]) -> tuple[CodeType, int]:
     """Return the code and the instruction that issued `handle`."""
     assert handle._origin is not None
     return handle._origin
+
+
+def is_strict(handle: Handle[Any]) -> bool:
+    """Return True if a change of a tensor of `handle` in flight is an error."""
+    return handle._account is not None and handle._account.strict
+
+
+def warn(handle: Handle[Any], what: str) -> None:
+    """Warn, once for each line, that the operation of `handle` `what`."""
+    account = handle._account or Account(handle._progress.loop)
+    account.warn(name_of(handle), handle.origin, what)
 
 
 def name_of(handle: Handle[Any]) -> str:

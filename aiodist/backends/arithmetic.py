@@ -76,19 +76,19 @@ def writable(t: Tensor) -> AbstractContextManager[object]:
 def copy(into: Tensor, t: Tensor) -> None:
     """Copy `t` to `into`. Autograd does not record the write."""
     with writable(into):
-        into.detach().copy_(t.detach())
+        into.data.copy_(t.detach())  # `data` has a version of its own, see `Mark`
 
 
 def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
     """Combine `t` into `into`, elementwise, in place."""
     with writable(into):
-        COMBINE[op](into, t)
+        COMBINE[op](into.data, t)
 
 
 def divide(t: Tensor, ranks: int) -> None:
     """Divide a sum by the number of ranks, in place."""
     with writable(t):
-        t = t.detach()
+        t = t.data
         # Complex division multiplies by a reciprocal, which rounds twice.
         (torch.view_as_real(t) if t.is_complex() else t).div_(ranks)
 

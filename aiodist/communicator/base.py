@@ -249,9 +249,9 @@ class Base(Group):
         """Return the program that runs `work` on one tensor or a list, and converts the result.
 
         The program uses the present memory of the tensors, even if user code replaces the memory later by
-        `t.data = ...` or `module.half()`.
+        `t.data = ...` or `module.half()`. Its writes do not count as writes of the user's code (see `Mark`).
         """
-        detached = [t.detach() for t in ts]
+        detached = [t.data for t in ts]
         return partial(each, work=work, ts=detached, out=out, convert=convert, listed=not isinstance(given, Tensor))
 
 

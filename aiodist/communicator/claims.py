@@ -19,13 +19,18 @@ class Claim(NamedTuple):
     writes: bool
     memory: UntypedStorage
     """The storage, which lives until the release even if an `out` grows into new memory."""
-    written: Tensor | None = None
-    """The tensor with the version for autograd, or None for bytes that are read."""
+    tensor: Tensor | None = None
+    """The tensor of the caller, whose version counts writes, or None for memory without a version."""
+
+    @property
+    def written(self) -> Tensor | None:
+        """The tensor, or None for bytes that are read, and for no bytes of a storage with others."""
+        return self.tensor if self.writes and (self.nbytes or not self.memory.nbytes()) else None
 
 
 def reading(*tensors: Tensor) -> list[Claim]:
     """Return the claims of an operation that reads `tensors`."""
-    return [Claim(t.data_ptr(), t.nbytes, False, t.untyped_storage()) for t in tensors]
+    return [Claim(t.data_ptr(), t.nbytes, False, t.untyped_storage(), t) for t in tensors]
 
 
 def writing(*tensors: Tensor) -> list[Claim]:
@@ -47,8 +52,8 @@ def claim(claims: Sequence[Claim], owner: object) -> None:
     Raises RuntimeError if a tensor is not writable (`check_writable`), BufferInFlight for bytes in flight.
     """
     for one in claims:
-        if one.written is not None and one.written.requires_grad:
-            check_writable(one.written, owner)
+        if one.writes and one.tensor is not None and one.tensor.requires_grad:
+            check_writable(one.tensor, owner)
     in_flight.acquire_all(claims, owner)
 
 

@@ -18,6 +18,7 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.operations import nothing
 from aiodist.communicator.agreement import Agreement
+from aiodist.communicator.changes import marks_of
 from aiodist.communicator.claims import claim, note_write
 from aiodist.communicator.counts import Counts
 from aiodist.communicator.failures import Failures
@@ -162,6 +163,11 @@ class Dispatcher:
 
     # --- issuing -------------------------------------------------------------------------------------------
 
+    @property
+    def strict(self) -> bool:
+        """True compares the bytes that operations read, and makes a change of a tensor in flight an error."""
+        return self.account.strict
+
     def check_usable(self) -> None:
         """Raise if the communicator was closed or aborted, or if the calling thread or loop is wrong."""
         if self.lifetime.refusal is not None:  # first, since in a forked child asyncio finds no running loop
@@ -269,6 +275,7 @@ class Dispatcher:
             Operation.of(handle).mark_retrieved()  # the operation was never issued
             raise
         note_write(claims)
+        operation.marks = marks_of(operation.claims, strict=self.strict)
         if meets is True:
             self.operations.collectives[operation.number] = operation
         elif receive is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import _core
+from aiodist.communicator.changes import Mark, marks_of
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.operation import CommunicatorOperation
@@ -50,26 +51,42 @@ class LaneIssuer:
             dispatcher.watch,
             near.publish,
             self._failed,
+            self._changed,
             Handle,
             Tensor,
             Parameter,
             increment_version,
             torch.is_grad_enabled,
+            torch.empty(0, device="cpu").is_inference,
         )
+        core.strict = dispatcher.strict
         core.threads = dispatcher.lifetime.issuing is not None
         return core
 
-    def go_on(self, handle: Handle[Any], make: Make, claims: Sequence[Claim]) -> None:
-        """Continue an agreed collective by a program, since no lane can run the collective (any thread)."""
-        self._dispatcher.recent.enter(handle.seq)  # so that the operation can be stopped
-        self._dispatcher.progress.start_from_thread(self._go_on, handle, make, claims)
+    def go_on(self, handle: Handle[Any], make: Make, claims: Sequence[Claim], changed: Tensor | None) -> None:
+        """Continue an agreed collective by a program, since no lane can run the collective (any thread).
 
-    def _go_on(self, handle: Handle[Any], make: Make, claims: Sequence[Claim]) -> None:
+        `changed` is the tensor that the user's program has changed so far, or None.
+        """
+        self._dispatcher.recent.enter(handle.seq)  # so that the operation can be stopped
+        marks = marks_of(claims, strict=self._dispatcher.strict)
+        self._dispatcher.progress.start_from_thread(self._go_on, handle, make, claims, marks, changed)
+
+    def _go_on(
+        self,
+        handle: Handle[Any],
+        make: Make,
+        claims: Sequence[Claim],
+        marks: Sequence[Mark],
+        changed: Tensor | None,
+    ) -> None:
         operation = self._dispatcher.operations.take_over(handle, claims)
         if operation is None:
             release(claims)
             return
         operation.traffic = self._dispatcher.recent.enter(handle.seq)
+        operation.marks = marks
+        self._dispatcher.settlement.look(operation, changed)
         if not self._dispatcher.failures.join(operation):
             operation.decide(None)
         operation.admitted.wait(partial(self._dispatcher.settlement.begin, operation, make(operation)))
@@ -78,6 +95,21 @@ class LaneIssuer:
         """Fail the operation of `handle`, which a lane has ended with `error` after the release of its bytes."""
         progress = self._dispatcher.progress
         progress.post(progress.with_lock, self._end, handle, error)
+
+    def _changed(self, handle: Handle[Any], result: object, tensor: Tensor) -> None:
+        """Report that the program has changed `tensor` during the operation of `handle`, which a lane has finished."""
+        progress = self._dispatcher.progress
+        progress.post(progress.with_lock, self._report, handle, result, tensor)
+
+    def _report(self, handle: Handle[Any], result: object, tensor: Tensor) -> None:
+        operation = self._dispatcher.operations.take_over(handle)
+        if operation is None:
+            return
+        settlement = self._dispatcher.settlement
+        settlement.drained(operation)
+        settlement.look(operation, tensor)
+        operation.decide(None)
+        settlement.settle(operation, result)
 
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
         operation = self._dispatcher.operations.take_over(handle)

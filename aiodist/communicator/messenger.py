@@ -32,6 +32,7 @@ from weakref import ref
 from aiodist.backends.base import again
 from aiodist.collectives.cuda.on_device import DeviceWork, attach
 from aiodist.collectives.messages import Arrived, MailboxReceive, MessageKind, Unpacked
+from aiodist.communicator.changes import Mark, changed, marks_of
 from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint
@@ -94,6 +95,7 @@ class Messenger:
         handle = self.dispatcher.issue(
             operation, what, receiving.post, nbytes=asked.nbytes, timeout=timeout, work_bytes=0, receive=receiving
         )
+        receiving.sent_marks = marks_of(asked.sent, strict=self.dispatcher.strict)
         return handle, receiving
 
     def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
@@ -157,6 +159,8 @@ class Receiving:
     """The other half of a `sendrecv`, until that half is finished."""
     _arrived: tuple[CommunicatorOperation, Arrived] | None = None
     """A message that came before the end of the other half."""
+    sent_marks: Sequence[Mark] = ()
+    """State of the tensors of the other half at the call."""
     _unsent: BaseException | None = None
     """The error of the other half."""
 
@@ -324,7 +328,9 @@ class Receiving:
         if self.paused and internals.is_pending(handle) and why is None:
             try:
                 Operation.of(handle).set_canceller(self.cancel)
-                self._messenger.mailbox.receive(self.post(CommunicatorOperation(meets=self.peer)))
+                wanted = self.post(operation := CommunicatorOperation(meets=self.peer))
+                operation.marks = marks_of(operation.claims, strict=self._messenger.dispatcher.strict)
+                self._messenger.mailbox.receive(wanted)
             except BaseException:
                 release(self._asked.claims)
                 raise
@@ -385,7 +391,9 @@ class Receiving:
 
     def sent(self, error: BaseException | None) -> None:
         """Note that the other half is finished (transport lock held)."""
-        self.sending, self._unsent = None, error
+        if error is None and self._operation is not None:
+            self._messenger.settlement.look(self._operation, changed(self.sent_marks))
+        self.sending, self._unsent, self.sent_marks = None, error, ()
         came, self._arrived = self._arrived, None
         if came is not None:
             self.finish(came[0], came[1], None)

@@ -10,6 +10,7 @@ from weakref import ref
 
 from aiodist.backends.base import Done
 from aiodist.collectives.endpoint import Traffic
+from aiodist.communicator.changes import Mark
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.oplog import IssueRecord
 from aiodist.handles import Handle, Operation
@@ -142,6 +143,8 @@ class CommunicatorOperation(Operation[Any]):
     when: When = When.HOST
     traffic: Traffic | None = None
     """Record of the messages between hosts, or None."""
+    marks: Sequence[Mark] = ()
+    """State of the tensors at the call, compared at DRAINED."""
     large: bool = False
     """True if only the progress thread may start the operation."""
     state: OperationState = OperationState.NEW
@@ -153,6 +156,8 @@ class CommunicatorOperation(Operation[Any]):
     """Comparison within the host, or None."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
     """Callback for the end of the transfer, in place of `handle`, if the message is for another receive now."""
+    reported: bool = field(default=False, init=False)
+    """True if `convert` reports a change of the program."""
     error: BaseException | None = field(default=None, init=False)
     """Error of this rank's part, or `Differ` after a failure on another rank. Then no result ends the operation."""
     verdict: BaseException | None = field(default=None, init=False)

@@ -164,11 +164,11 @@ class Plans:
             return self._issue_in_lane(plan, kind, root, t, out, terms.timeout)
         if out is not None or not (start := t.data_ptr()):
             return None
-        claim = Claim(start, plan.nbytes, plan.writes, memory, t if plan.writes else None)
+        claim = Claim(start, plan.nbytes, plan.writes, memory, t)
         return self._dispatcher.issue(
             CommunicatorOperation(None, (claim,), when=plan.when),
             plan.what,
-            partial(plan.make, t, t.detach()),
+            partial(plan.make, t, t.data),
             nbytes=plan.nbytes,
             timeout=terms.timeout,
             work_bytes=plan.work_bytes,
@@ -405,15 +405,16 @@ class Plans:
         t: Tensor,
         out: Tensor | None,
         owned: Sequence[tuple[int, int, bool, UntypedStorage, Tensor | None]],
+        changed: Tensor | None,
     ) -> None:
         """Continue by a program after the ranks have agreed on a call that no lane can run.
 
-        `owned` has the fields of the claims.
+        `owned` has the fields of the claims. `changed` is the tensor that the user's program has changed, or None.
         """
         claims = [Claim(*one) for one in owned]
         t = _as_claimed(t, call, claims)
         work = partial(each, work=self._work(call, t), ts=[t], out=out)
-        self._lanes.go_on(handle, partial(self.program, work, repertoire, call.impl), claims)
+        self._lanes.go_on(handle, partial(self.program, work, repertoire, call.impl), claims, changed)
 
 
 async def _queued(t: Tensor, queued: Queued | BaseException, operation: CommunicatorOperation) -> Tensor:

@@ -102,6 +102,8 @@ class Registry(Generic[C]):
         self._edits: dict[str, list[Edit]] = {}
         self._edits_before: dict[str, int] = {}
         self._timeout = timeout
+        self.strict = False
+        """True makes a change of a tensor in flight an error, see `init`."""
         self._drain_seconds = drain_seconds
         self.kept: OpenBlock | None = None
         """The world of `aiodist.open`, which a close of the world ends, or None."""
@@ -148,6 +150,7 @@ class Registry(Generic[C]):
             name, transport, self._channel, ranks, repertoire=repertoire, agree=agree, thread=thread
         )
         dispatcher.timeout = self._timeout
+        dispatcher.account.strict = self.strict
         if resources.accelerator is not None:
             dispatcher.lifetime.on_abort.append(partial(resources.accelerator.abort, name))
             dispatcher.mailbox.device_messages = resources.accelerator.device_messages

@@ -8,8 +8,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from aiodist.collectives.endpoint import Differ
 from aiodist.collectives.messages import Arrived
+from aiodist.communicator.changes import changed, report
 from aiodist.communicator.claims import release
 from aiodist.communicator.counts import Counts
 from aiodist.communicator.names import Named
@@ -74,13 +77,25 @@ class Settlement:
         self.settle(operation, result, error)
 
     def drained(self, operation: CommunicatorOperation) -> None:
-        """Release the bytes, which no transfer uses any more. A verdict that has waited then ends the operation."""
+        """Release the bytes, which no transfer uses any more. A verdict that has waited then ends the operation.
+
+        A change by the program is found here, since the program may write as soon as the handle is done.
+        """
+        if operation.marks and operation.state is not OperationState.DONE:
+            self.look(operation, changed(operation.marks))
+        operation.marks = ()
         release(operation.claims)
         operation.claims = ()
         if operation.state is not OperationState.DONE:
             operation.state = OperationState.DRAINED
             if operation.verdict is not None:
                 self._end(operation, None, operation.verdict)
+
+    def look(self, operation: CommunicatorOperation, tensor: Tensor | None) -> None:
+        """Let a result of `operation` report that the program has changed `tensor`, if any, during the operation."""
+        if tensor is not None and not operation.reported:
+            operation.reported = True
+            operation.convert = partial(report, operation, tensor, operation.convert)
 
     def settle(
         self,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from aiodist.backends.arithmetic import copy
 from aiodist.backends.base import Done
+from aiodist.communicator.changes import changed, marks_of, report
 from aiodist.communicator.claims import Claim, release
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle, Operation
+from aiodist.handles import Handle, Operation, internals
 from aiodist.handles.tracing import tracing
 from aiodist.ps.coalescer import keep
 from aiodist.ps.context import Context
@@ -49,7 +50,7 @@ class Reported:
 class UserCall(Operation[Any]):
     """A call of the user, whose handle is done after the end of all parts, when the buffers are free."""
 
-    __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_result", "seconds", "version")
+    __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_marks", "_result", "seconds", "version")
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class UserCall(Operation[Any]):
         self.handle = handle
         self._left = parts
         self._claims = claims
+        read = [claim for claim in claims if not claim.writes]
+        self._marks = marks_of(read, strict=internals.is_strict(handle)) if read else []
         self._landings = landings
         self._result = result
         self._error: BaseException | None = None
@@ -80,6 +83,14 @@ class UserCall(Operation[Any]):
     def read(self, version: int) -> None:
         """Note the version that a part has read."""
         self.version = version if self.version is None else min(self.version, version)
+
+    def _release(self) -> None:
+        """Release the bytes. The result then reports a change by the program, if any."""
+        if (tensor := changed(self._marks)) is not None:
+            make = self._result or (lambda: None)
+            self._result = partial(report, self, tensor, lambda _: make(), None)
+        release(self._claims)
+        self._claims, self._marks = (), []
 
     def _landed(self, error: BaseException | None) -> None:
         self.part_over(error)
@@ -98,8 +109,7 @@ class UserCall(Operation[Any]):
             return not self._left
         self.seconds = perf_counter() - self._began
         if self._claims:
-            release(self._claims)
-            self._claims = ()
+            self._release()
         if self.version is not None:
             self.set_version(self.version)
         if not self.is_pending:

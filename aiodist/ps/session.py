@@ -149,6 +149,7 @@ class ParameterServerSession:
     def _open(self, members: Sequence[ServerMember]) -> None:
         progress = self.progress = Progress.current()
         self.account = Account(progress.loop)
+        self.account.strict = parts_of(self.coll).dispatcher.account.strict
         self.context = self._context(members)
         first = next(self.client.queue.numbers) if hasattr(self, "client") else _FIRST
         self.server = Server(self.context)

@@ -40,6 +40,7 @@ def start(  # noqa: PLR0913 - one for each option
     elastic: bool = False,
     stragglers: bool = False,
     report_lag_over: float | None = None,
+    strict: bool = False,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world without asyncio: `with aiodist.start() as coll:`.
 
@@ -61,6 +62,7 @@ def start(  # noqa: PLR0913 - one for each option
         elastic: True lets ranks leave and join.
         stragglers: True measures for which rank the others wait.
         report_lag_over: seconds that the event loop may be blocked before a warning; None never reports.
+        strict: True makes each change of a tensor in flight an error on await.
 
     Returns:
         A context manager, which gives the communicator.
@@ -89,6 +91,7 @@ def start(  # noqa: PLR0913 - one for each option
         elastic=elastic,
         stragglers=stragglers,
         report_lag_over=report_lag_over,
+        strict=strict,
     )
     with ExitStack() as signals, WorldThread(block) as coll:  # they are heard until the block is left
         if stop_on_signal:

@@ -49,6 +49,7 @@ class WorldOptions:
     stop_on_signal: bool = False
     stragglers: bool = False
     report_lag_over: float | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
@@ -85,6 +86,7 @@ class RankWorld:
             drain_seconds=limits.drain,
             generation=generation,
         )
+        registry.strict = options.strict
         return cls(options, place, registry)
 
     async def open(self) -> Communicator:

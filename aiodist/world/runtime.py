@@ -53,6 +53,7 @@ def init(  # noqa: PLR0913 - one for each option
     elastic: bool = False,
     stragglers: bool = False,
     report_lag_over: float | None = None,
+    strict: bool = False,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world, a `Communicator` over all ranks of the job, as a block: `async with aiodist.init() as coll:`.
 
@@ -80,6 +81,9 @@ def init(  # noqa: PLR0913 - one for each option
         stragglers: True measures for which rank the others wait: `coll.statistics().waited`.
         report_lag_over: seconds that the event loop may be blocked before a warning names the line, at most once a
             minute; None never reports.
+        strict: True makes each change of a tensor in flight an error on await, BufferInFlight, and also finds changes
+            of CPU tensors that the operation only reads by a checksum of their bytes at the call and at the end; False
+            warns of the changes that torch counts (RuntimeWarning).
 
     Returns:
         An async context manager, which gives the communicator.
@@ -119,6 +123,7 @@ def init(  # noqa: PLR0913 - one for each option
         elastic=elastic,
         stragglers=stragglers,
         report_lag_over=report_lag_over,
+        strict=strict,
     )
     return _WorldBlock(world)
 

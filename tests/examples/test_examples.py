@@ -62,6 +62,13 @@ def test_c13_small_examples_print_what_they_say_with_openmpi(launch: Launch) -> 
         assert line in done.lines[1]
 
 
+@pytest.mark.thorough
+def test_h14_a_write_in_flight_is_shown(launch: Launch) -> None:
+    done = launch(2, EXAMPLES / "write_in_flight.py")
+    assert (done.code, done.errors, done.lines.get(1, [])) == (0, "", [])
+    assert done.lines[0] == promised("write_in_flight", 0)
+
+
 def promised(name: str, rank: int) -> list[str]:
     """Return what the docstring of an example says that a rank prints: the indented lines."""
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
