@@ -67,7 +67,9 @@ def _rename(dist: ModuleType) -> None:
         return
     name = variables()["AIODIST_AS"]
     c10d.Backend.default_device_backend_map.update(cpu=name, cuda=name)
-    c10d.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout or c10d.default_pg_timeout  # None without NCCL
+    if name == "nccl" and c10d.default_pg_nccl_timeout is None:  # torch has no NCCL, and would ask for these
+        c10d.default_pg_nccl_timeout = c10d.default_pg_timeout
+        sys.modules["torch._C"].__dict__.update(_nccl_version=lambda: 0, _nccl_version_suffix=lambda: b"")
     setattr(dist, f"is_{name}_available", lambda: True)
     c10d._new_process_group_helper = _renamed(c10d, c10d._new_process_group_helper)
     c10d.rendezvous = _registered(c10d.rendezvous)

@@ -135,13 +135,15 @@ def _exchange(
 ) -> Callable[[bytes], Coroutine[Any, Any, list[bytes]]]:
     """Return a function that exchanges bytes between all ranks by torch's store, until `seconds` from now.
 
-    The function then raises OperationTimeout with the missing ranks, also if the store has a longer timeout.
+    The function then raises OperationTimeout with the missing ranks, also if the store has a longer timeout. The store
+    may have the keys of earlier groups: that of torchrun lasts as long as the job.
     """
     rounds, until = count(), monotonic() + seconds
+    meeting = store.add(f"aiodist/meetings/{rank}", 1)
 
     async def exchange(said: bytes) -> list[bytes]:
         """Exchange bytes. The loop may block, since no other task runs yet."""
-        prefix = f"aiodist/{next(rounds)}"
+        prefix = f"aiodist/{meeting}/{next(rounds)}"
         store.set(f"{prefix}/{rank}", said.decode())
         keys = [f"{prefix}/{other}" for other in range(size)]
         try:

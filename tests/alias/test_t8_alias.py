@@ -24,7 +24,7 @@ STARTED_BY = ROOT / "aiodist" / "alias" / "ranks"
 
 
 def python(
-    *arguments: object, folder: Path | None = None, seconds: float = 100, **environ: str
+    *arguments: object, folder: Path | None = None, seconds: float = 200, **environ: str
 ) -> tuple[int, str, str]:
     """Run Python with these arguments and variables; return exit code, output and errors."""
     done = subprocess.run(
@@ -198,7 +198,7 @@ def test_t8_torchrun_follows_the_variable_with_the_hook(tmp_path: Path) -> None:
             env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "OMP_NUM_THREADS": "1", **environ},
             stdout=subprocess.PIPE,
             text=True,
-            timeout=100,
+            timeout=200,
             check=True,
         )
         return done.stdout

@@ -134,6 +134,14 @@ def test_t5_a_program_that_raises_ends(nursery: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_t5_ranks_meet_again_over_the_same_store(nursery: str) -> None:
+    """Keys of an earlier group must not count: a rank would look for the hub of that group, and wait."""
+    for code, output in started(PROGRAMS / "meets_again.py", size=3, seconds=50, nursery=nursery):
+        assert (code, output) == (0, "met three times\n")
+
+
+@pytest.mark.processes
 def test_t5_an_end_that_raises_leaves_no_group(nursery: str) -> None:
     ends = started(PROGRAMS / "other_ways.py", "unequal", nursery=nursery)
     assert [code for code, _ in ends] == [0, 0], ends

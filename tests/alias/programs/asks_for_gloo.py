@@ -32,7 +32,7 @@ for asked in (ASKED, None, f"cpu:{ASKED},cuda:nccl"):
     rank, size = dist.get_rank(), dist.get_world_size()
     found[f"init {asked}"] = seen(dist.group.WORLD, dist.get_backend_config())
     sums()
-    pair = dist.new_group([0, size - 1])  # the backend of the default group
+    pair = dist.new_group(sorted({0, size - 1}))  # the backend of the default group
     named = dist.new_group(list(range(size)), backend=ASKED)
     if rank in (0, size - 1):
         found[f"group {asked}"] = seen(pair, dist.get_backend_config(pair))
