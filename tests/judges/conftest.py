@@ -1,0 +1,3 @@
+"""The programs are for processes of their own."""
+
+collect_ignore = ["programs"]
