@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from time import time
 
@@ -224,6 +226,56 @@ async def test_w13_a_scrape_answers_while_all_loops_are_stuck(coll: Communicator
         assert handle is not None
         await handle
         ended.unsubscribe("over")
+        await coll.barrier()
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_w13_a_rank_that_does_not_answer_is_down(coll: Communicator) -> None:
+    with measured(coll, "0") as port:
+        stopped = await coll.broadcast_object(os.getpid(), root=1)
+        await coll.barrier()
+        if coll.rank == 0:
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                numbers = await asyncio.to_thread(scrape, port)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            up = {dict(labels)["rank"]: value for (name, labels), value in numbers.items() if name == "aiodist_rank_up"}
+            assert up == {"0": 1, "1": 0}
+            assert not of(numbers, "aiodist_operations_total", rank=1)
+        await coll.barrier()
+        if coll.rank == 0:
+            assert (await asyncio.to_thread(scrape, port))["aiodist_rank_up", (("rank", "1"),)] == 1
+        await coll.barrier()
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2, backend="shm")
+async def test_w13_counters_never_fall_while_ranks_issue(coll: Communicator) -> None:
+    over, looks = threading.Event(), list[Numbers]()
+
+    def look(port: int) -> None:
+        while not over.is_set():
+            looks.append(scrape(port))
+
+    with measured(coll, "0") as port:
+        thread = threading.Thread(target=look, args=(port,))
+        if coll.rank == 0:
+            thread.start()
+        t, u = torch.ones(3), torch.ones(4)
+        for _ in range(10_000):
+            await coll.allreduce(t)
+            await coll.broadcast(u)
+        await coll.barrier()
+        if coll.rank == 0:
+            over.set()
+            await asyncio.to_thread(thread.join)
+            looks.append(await asyncio.to_thread(scrape, port))
+            for before, after in pairwise(looks):
+                assert all(after[key] >= n for key, n in before.items() if key[0].endswith("_total") and key in after)
+            for rank in range(2):
+                counted = of(looks[-1], "aiodist_operations_total", rank=rank)
+                assert (counted["allreduce"], counted["broadcast"]) == (10_000, 10_000)
         await coll.barrier()
 
 
