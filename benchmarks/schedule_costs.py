@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from aiodist.schedules import Blocks
 from aiodist.schedules.bruck import length
+from aiodist.schedules.direct import LONG
 from aiodist.schedules.doubling import Core, bound
 from aiodist.schedules.plan import cut, lanes_of, rounds
 
@@ -86,9 +87,19 @@ def _direct_broadcast(size: int, n: int) -> Cost:
     return Cost(size - 1 if n else 0, (size - 1) * n)
 
 
-def _direct_reduce(size: int, n: int) -> Cost:
-    """Every rank except root sends everything once."""
-    return Cost(1, n) if size > 1 and n else Cost(0, 0)
+def _direct_allreduce(size: int, n: int, *, chunks: int = 1) -> Cost:
+    """Rank 0 sends the result to all, or its block, the longest of each chunk, after the others' blocks."""
+    if n < LONG or size == 1:
+        return _direct_broadcast(size, n)
+    spans = [stop - start for start, stop in lanes_of(n, chunks)]
+    return Cost(2 * (size - 1) * len(spans), sum(span + (size - 2) * -(-span // size) for span in spans))
+
+
+def _direct_reduce(size: int, n: int, *, chunks: int = 1) -> Cost:
+    """Every rank except root sends everything once, in blocks to the ranks that combine them if it is long."""
+    if size == 1 or n == 0:
+        return Cost(0, 0)
+    return Cost(1, n) if n < LONG else Cost(size * len(lanes_of(n, chunks)), n)
 
 
 def _direct_allgather(size: int, blocks: Blocks) -> Cost:
@@ -181,7 +192,7 @@ _COSTS: dict[str, dict[str, Callable[..., Cost]]] = {
         "doubling": _doubling_allreduce,
         "halving": _halving_allreduce,
         "tree": _tree_broadcast,  # others than root send once more, to the parent, but have a child less
-        "direct": _direct_broadcast,
+        "direct": _direct_allreduce,
     },
     "broadcast": {"tree": _tree_broadcast, "chain": _chain, "direct": _direct_broadcast},
     "reduce": {"tree": _tree_reduce, "chain": _chain, "direct": _direct_reduce},

@@ -2,6 +2,7 @@
 #ifndef CORE_KERNELS_H
 #define CORE_KERNELS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -12,10 +13,11 @@ enum core_dtype {
 };
 enum core_reduction { CORE_SUM, CORE_MEAN, CORE_PROD, CORE_MIN, CORE_MAX, CORE_BAND, CORE_BOR, CORE_BXOR, CORE_REDUCTIONS };
 
-// A reduction: elementwise ins[0] op ins[1] op ... op ins[nins - 1], in this order, divided by `divisor` unless that is
-// 1, into each of outs[0 .. nouts - 1]. An output may be exactly one of the inputs, and overlaps no other memory.
-// 16-bit floats are combined in float32 and rounded once.
-typedef void core_kernel(void *const *outs, int nouts, const void *const *ins, int nins, size_t n, int divisor);
+// A reduction of ins[0 .. nins - 1], elementwise, divided by `divisor` unless that is 1, into each of
+// outs[0 .. nouts - 1]. It combines neighbours, then neighbouring pairs, and so on: ((0 1)(2 3))(4 5) for six inputs. With
+// `fold` it combines one after another: ((0 1) 2) 3. An output may be exactly one of the inputs, and overlaps no other
+// memory. 16-bit floats are combined in float32 and rounded once.
+typedef void core_kernel(void *const *outs, int nouts, const void *const *ins, int nins, size_t n, int divisor, bool fold);
 
 // Returns the kernel for elements of `dtype`, the best that this processor runs; NULL if torch has no such operation. A
 // mean has the kernel of the sum. `*scale` is the number of the kernel's elements in one of `dtype`.

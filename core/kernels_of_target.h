@@ -1,6 +1,7 @@
 // The kernels for one kind of processor: kernels.c includes this file once for each, with TARGET and NAMED defined.
 
 #define BLOCK_BYTES 4096  // size of an accumulator, which stays in the first cache
+#define LEVELS 16  // accumulators, for 2^16 inputs
 
 // Loops whose inputs and outputs are equal or disjoint, so no iteration reads the output of another one.
 #if defined(__clang__)
@@ -9,24 +10,36 @@
 #define APART _Pragma("GCC ivdep")
 #endif
 
+// Combines in the order of core_kernel. `sums` are partial results of complete subtrees, the largest subtree first: as
+// the digits of a binary number that counts pairs of inputs.
 #define KERNEL(NAME, T, A, LOAD, STORE, COMBINE, DIVIDE)                                                              \
-    TARGET static void NAMED(NAME)(void *const *outs, int nouts, const void *const *ins, int nins, size_t n,         \
-                                   int divisor) {                                                                     \
+    TARGET static void NAMED(NAME)(void *const *outs, int nouts, const void *const *ins, int nins, size_t n,          \
+                                   int divisor, bool fold) {                                                          \
         enum { LENGTH = BLOCK_BYTES / sizeof(A) };                                                                    \
-        A sum[LENGTH];                                                                                                \
+        A sums[LEVELS][LENGTH];                                                                                       \
         for (size_t at = 0; at < n; at += LENGTH) {                                                                   \
             size_t m = n - at < LENGTH ? n - at : LENGTH;                                                             \
-            const T *a = (const T *)ins[0] + at;                                                                      \
-            if (nins == 1) {                                                                                          \
-                for (size_t i = 0; i < m; i++) sum[i] = LOAD(a[i]);                                                   \
-            } else {                                                                                                  \
-                const T *b = (const T *)ins[1] + at;                                                                  \
-                for (size_t i = 0; i < m; i++) sum[i] = COMBINE(LOAD(a[i]), LOAD(b[i]));                              \
+            int held = 0;                                                                                             \
+            for (int q = 0, taken; q < nins; q += taken) {                                                            \
+                A *sum = sums[held++];                                                                                \
+                const T *a = (const T *)ins[q] + at;                                                                  \
+                taken = q + 1 < nins && (q == 0 || !fold) ? 2 : 1;                                                    \
+                if (taken == 1) {                                                                                     \
+                    APART for (size_t i = 0; i < m; i++) sum[i] = LOAD(a[i]);                                         \
+                } else {                                                                                              \
+                    const T *b = (const T *)ins[q + 1] + at;                                                          \
+                    APART for (size_t i = 0; i < m; i++) sum[i] = COMBINE(LOAD(a[i]), LOAD(b[i]));                    \
+                }                                                                                                     \
+                for (int pairs = fold ? q > 0 : q / 2; pairs & 1; pairs >>= 1, held--) {                              \
+                    A *x = sums[held - 2], *y = sums[held - 1];                                                       \
+                    APART for (size_t i = 0; i < m; i++) x[i] = COMBINE(x[i], y[i]);                                  \
+                }                                                                                                     \
             }                                                                                                         \
-            for (int q = 2; q < nins; q++) {                                                                          \
-                const T *b = (const T *)ins[q] + at;                                                                  \
-                for (size_t i = 0; i < m; i++) sum[i] = COMBINE(sum[i], LOAD(b[i]));                                  \
+            for (; held > 1; held--) {                                                                                \
+                A *x = sums[held - 2], *y = sums[held - 1];                                                           \
+                APART for (size_t i = 0; i < m; i++) x[i] = COMBINE(x[i], y[i]);                                      \
             }                                                                                                         \
+            A *sum = sums[0];                                                                                         \
             if (divisor > 1)                                                                                          \
                 for (size_t i = 0; i < m; i++) sum[i] = DIVIDE(sum[i], divisor);                                      \
             for (int q = 0; q < nouts; q++) {                                                                         \
@@ -41,9 +54,9 @@
 #define PLAIN(NAME, T, COMBINE, DIVIDE)                                                                               \
     KERNEL(NAME##_any, T, T, SAME, SAME, COMBINE, DIVIDE)                                                             \
     TARGET static void NAMED(NAME)(void *const *outs, int nouts, const void *const *ins, int nins, size_t n,         \
-                                   int divisor) {                                                                     \
+                                   int divisor, bool fold) {                                                          \
         if (nins != 2 || nouts > 2 || divisor > 1) {                                                                  \
-            NAMED(NAME##_any)(outs, nouts, ins, nins, n, divisor);                                                    \
+            NAMED(NAME##_any)(outs, nouts, ins, nins, n, divisor, fold);                                              \
             return;                                                                                                   \
         }                                                                                                             \
         const T *a = ins[0], *b = ins[1];                                                                             \
@@ -147,6 +160,7 @@ static const struct choice NAMED(table)[CORE_DTYPES][CORE_REDUCTIONS] = {
 };
 
 #undef BLOCK_BYTES
+#undef LEVELS
 #undef APART
 #undef KERNEL
 #undef SAME

@@ -170,7 +170,7 @@ static void reduce(core_lane *lane, const core_op *op, unsigned nouts, unsigned 
     unsigned scale;
     core_kernel *kernel = core_kernel_for(op->dtype, op->reduction, &scale);
     int divisor = op->reduction == CORE_MEAN ? (int)ranks : 1;
-    kernel(lane->targets, (int)nouts, lane->sources, (int)nins, n * scale, divisor);
+    kernel(lane->targets, (int)nouts, lane->sources, (int)nins, n * scale, divisor, op->kind == CORE_SCAN);
 }
 
 // Copies a slice of a result, past the caches if the result is larger than the caches.

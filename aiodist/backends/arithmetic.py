@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +19,8 @@ _FLOATS = _HALVES | {torch.float32, torch.float64}
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 SUPPORTED = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
 """Dtypes of a collective."""
+INEXACT = _FLOATS | _COMPLEX
+"""Dtypes whose sums depend on the order."""
 CONVERTED = _HALVES | {torch.bool}
 """Dtypes whose partial results have another dtype."""
 
@@ -85,12 +87,28 @@ def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
         COMBINE[op](into.data, t)
 
 
+def combined(ts: Sequence[Tensor], op: ReduceOp, device: torch.device, out: Tensor | None = None) -> Tensor:
+    """Return the combination of `ts` in the fixed order (`schedules.plan.combined`), in the dtype of partial results.
+
+    `ts` are flat, and only read, unless one is `out`, the memory of the result. The combination of one tensor is a view
+    if possible.
+    """
+    if len(ts) == 1:
+        return to_wire(ts[0].to(device))
+    half = 1 << (len(ts) - 1).bit_length() - 1
+    left, right = combined(ts[:half], op, device), combined(ts[half:], op, device)
+    result = left if out is None and half > 1 else out
+    with _as_it_is if result is None else writable(result):
+        return FUNCTIONS[op](left, right, out=None if result is None else result.data)
+
+
 def divide(t: Tensor, ranks: int) -> None:
     """Divide a sum by the number of ranks, in place."""
     with writable(t):
         t = t.data
-        # Complex division multiplies by a reciprocal, which rounds twice.
-        (torch.view_as_real(t) if t.is_complex() else t).div_(ranks)
+        # Complex division, and division by a number on a device, multiply by a reciprocal, which rounds twice.
+        reals = torch.view_as_real(t) if t.is_complex() else t
+        reals.div_(ranks if t.is_cpu else torch.full((), ranks, dtype=reals.dtype, device=t.device))
 
 
 def wire_op(op: ReduceOp) -> ReduceOp:

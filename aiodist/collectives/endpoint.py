@@ -275,6 +275,10 @@ class Implementation(ABC):
     def lacks(self, wanted: Wanted) -> str | None:
         """Return the reason why the implementation cannot run the operation, or None, equal on all ranks."""
 
+    def in_fixed_order(self, operation: str, ranks: int) -> bool:
+        """Return True if reductions among `ranks` ranks combine in the fixed order (see `schedules.in_fixed_order`)."""
+        return False
+
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return a function that starts an in-place allreduce by one native call, or None."""
         return None

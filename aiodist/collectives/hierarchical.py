@@ -19,6 +19,7 @@ from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.endpoint import Differ, Endpoint, Implementation, Traffic
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.handles.kernel import together
+from aiodist.schedules import in_fixed_order
 from aiodist.types import ReduceOp
 
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
@@ -50,8 +51,9 @@ class Hierarchical(Implementation):
         self._local = self._here.index(rank)
         self._within = within or Scheduled("direct")
         self.recallable = self._within.recallable
-        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # in one chunk, on one lane
-        self._tree = Scheduled("tree")
+        # In the fixed order, in one chunk, on one lane.
+        self._short = Scheduled("doubling" if in_fixed_order("allreduce", "doubling", len(hosts)) else "tree")
+        self._long, self._tree = Scheduled("direct", 1), Scheduled("tree")
 
     @classmethod
     def forms(
@@ -63,6 +65,14 @@ class Hierarchical(Implementation):
 
     def lacks(self, wanted: Wanted) -> str | None:
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
+
+    def in_fixed_order(self, operation: str, ranks: int) -> bool:
+        """Return True if the ranks of each host are a subtree: equal powers of two of ranks in a row, the last may be
+        shorter.
+        """
+        most = len(self._hosts[0])
+        rows = [list(range(start, min(start + most, ranks))) for start in range(0, ranks, most)]
+        return most & (most - 1) == 0 and self._hosts == rows
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
         """Run collectives of one kind. A single allreduce is split into chunks that are in flight at the same time."""
@@ -158,7 +168,8 @@ class Hierarchical(Implementation):
             for (large, short), group in sorted(groups.items(), key=itemgetter(0)):
                 if large and traffic is not None:
                     await traffic.agreed()
-                schedule = self._tree if group[0].kind != "allreduce" else self._short if short else self._long
+                by_kind = {"broadcast": self._tree, "reduce": self._long}
+                schedule = by_kind.get(group[0].kind, self._short if short else self._long)
                 await schedule.run(ep, group)
         except Exception:
             # If the hosts differ, a message of another size may fail before the comparison ends.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from aiodist.backends.arithmetic import CONVERTED, from_wire, to_wire, wire_op
+from aiodist.backends.arithmetic import CONVERTED, INEXACT, from_wire, to_wire, wire_op
 from aiodist.backends.base import Begin, Done, Exchange, Native, Primitive, Transport, Wanted
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
@@ -34,6 +34,7 @@ from aiodist.collectives.choice.table import (
     RangeEdit,
     Table,
     last_resorts,
+    ordered_resorts,
 )
 from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation, Traffic
 from aiodist.collectives.hierarchical import Hierarchical
@@ -47,6 +48,7 @@ _SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name i
 _MOST_PICKED = 10_000
 _CPU = torch.device("cpu")
 _FINISHED = ("allreduce", "reduce_scatter")
+_EXCLUDES = "init(reproducible=True) excludes sums whose order depends on more than the number of ranks"
 
 
 class NativeCollectives(Implementation):
@@ -59,6 +61,9 @@ class NativeCollectives(Implementation):
 
     def lacks(self, wanted: Wanted) -> str | None:
         return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
+
+    def in_fixed_order(self, operation: str, ranks: int) -> bool:
+        return self.name == "shm"
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return a function that starts an allreduce by one native call, or None if a conversion is necessary."""
@@ -118,17 +123,20 @@ class Repertoire:
         within: ShmNative | None = None,
         alone: str = "",
         cuda: Callable[[Repertoire], Kit] | str = "there is no CUDA device here",
+        reproducible: bool = False,
     ) -> None:
         """`hosts` are the ranks of each host.
 
         `within` is the shared memory of this host, or None for the reason `alone`. `cuda` makes the implementations for
-        CUDA devices, or is the reason why there are none.
+        CUDA devices, or is the reason why there are none. True for `reproducible` excludes implementations whose sums
+        of floats depend on more than the number of ranks.
         """
         self._transport = transport
         self._hosts = hosts
         self._alone = alone
         self._cuda = cuda
         self.within = within
+        self.reproducible = reproducible
         library = None if transport.native is None else NativeCollectives(transport.name, transport.native)
         near = None if within is None else NativeCollectives("shm", within)
         self._shares = within is not None and within.size == transport.size
@@ -157,7 +165,7 @@ class Repertoire:
         self._known: dict[str, dict[str, Implementation]] = {"cpu": self.all, "cuda": self.on_cuda}
         self.hosts = "several" if several else "one"
         """Hosts of this communicator, as in the rows of the table: "one" or "several"."""
-        self._picked: dict[tuple[Wanted, str, bool], Implementation] = {}
+        self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
 
     @property
     def carrier(self) -> str:
@@ -170,40 +178,59 @@ class Repertoire:
 
     # --- choosing -------------------------------------------------------------------------------------------
 
-    def check(self, impl: str) -> None:
-        """Raise BackendUnavailable unless this communicator has an implementation `impl`."""
+    def check(self, impl: str, operation: str = "") -> None:
+        """Raise BackendUnavailable unless this communicator has `impl`, ValueError if it is not reproducible enough."""
         if impl != "auto" and impl not in (*self.all, *self.on_cuda):
             raise BackendUnavailable(
                 f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
             )
 
-    def check_named(self, impl: str) -> None:
+        if self.reproducible and self.varies(impl, operation):
+            known = [name for name in NAMES[operation] if name in (*self.all, *self.on_cuda)]
+            kept = ", ".join(name for name in known if not self.varies(name, operation))
+            raise ValueError(f"impl={impl!r} of {operation}: {_EXCLUDES}: expected auto, {kept}")
+
+    def varies(self, impl: str, operation: str) -> bool:
+        """Return True if sums of floats by `impl` depend on more than the number of ranks."""
+        ranks, found = self._transport.size, self.all.get(impl) or self.on_cuda.get(impl)
+        if found is None or operation not in REDUCTIONS or ranks <= 2:
+            return False
+        return not found.in_fixed_order(operation, ranks)
+
+    def check_named(self, impl: str, operation: str = "") -> None:
         """Raise ValueError if `impl` cannot run named operations, which ranks may issue in different orders."""
-        self.check(impl)
+        self.check(impl, operation)
         able = [name for name, one in self.all.items() if not one.in_order]
         if impl != "auto" and impl not in able:
             why = "a library matches operations by the order of its calls" if impl in self.all else "it is for devices"
             raise ValueError(f"impl={impl!r} with name=: {why}: expected auto, {', '.join(able)}")
 
-    def choice(self, operation: str, nbytes: int, device: str = "cpu") -> str:
-        """Return the name of the table's implementation of `operation` on `nbytes`, or of the best substitute here."""
+    def choice(self, operation: str, nbytes: int, device: str = "cpu", *, ordered: bool | None = None) -> str:
+        """Return the name of the table's implementation of `operation` on `nbytes`, or of the best substitute here.
+
+        True for `ordered` requires the fixed order; None does if the communicator is reproducible.
+        """
         if device == "cuda" and self._transport.size == 1:
             return "direct"  # no data leaves the device
         name = self.table.choice(device, self.hosts, operation, nbytes)
         available = self._known[device].keys() & NAMES[operation]
         resorts = last_resorts(operation, nbytes, device, shares=self._shares)
+        if self.reproducible if ordered is None else ordered:
+            available = {one for one in available if not self.varies(one, operation)}
+            resorts = ordered_resorts(operation, nbytes, resorts)
         return next(one for one in (name, *resorts) if one in available)
 
     def every(self, operation: str) -> set[str]:
         """Return the names of the table's implementations of `operation` on the CPU, for all sizes."""
         return {name for _, name in self.table.rows["cpu", self.hosts, operation]}
 
-    def pick(self, wanted: Wanted, impl: str = "auto", *, later: bool = False) -> Implementation:
+    def pick(self, wanted: Wanted, impl: str = "auto", *, later: bool = False, ordered: bool = False) -> Implementation:
         """Return the implementation `impl` of an operation, or the table's for "auto", or the best substitute.
 
-        `later` excludes implementations that match operations by the order of the calls.
+        `later` excludes implementations that match operations by the order of the calls, `ordered` those that do not
+        sum in the fixed order, as in a reproducible communicator.
         """
-        key = (wanted, impl, later)
+        key = (wanted, impl, later, ordered)
         found = self._picked.get(key)
         if found is not None:
             return found
@@ -213,9 +240,11 @@ class Repertoire:
             exchanges = impl == "auto" and self._transport.size > 1
             names: tuple[str, ...] = ("nccl" if exchanges else impl, ONE_FORM[operation])
         else:
-            name = self.choice(operation, nbytes, device) if impl == "auto" else impl
+            ordered = (ordered or self.reproducible) and wanted.kind in INEXACT
+            name = self.choice(operation, nbytes, device, ordered=ordered) if impl == "auto" else impl
             names = (name, *last_resorts(operation, nbytes, device, shares=self._shares))
-        ranked = [known[one] for one in names if one in known]
+            names = ordered_resorts(operation, nbytes, names) if ordered else names
+        ranked = [known[one] for one in names if one in known and not (ordered and self.varies(one, operation))]
         if len(self._picked) >= _MOST_PICKED:
             self._picked.clear()
         found = next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
@@ -240,7 +269,13 @@ class Repertoire:
             if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else for devices, which do not exist here
                 table = table.edited(edit)
         return Repertoire(
-            self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone, cuda=self._cuda
+            self._transport,
+            table,
+            hosts=self._hosts,
+            within=self.within,
+            alone=self._alone,
+            cuda=self._cuda,
+            reproducible=self.reproducible,
         )
 
     # --- availability ---------------------------------------------------------------------------------------
@@ -267,6 +302,8 @@ class Repertoire:
         example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in REDUCTIONS else None, 1, device)
         if (lacking := found.lacks(example)) is not None:
             return OfferState.NOT_IMPLEMENTED, "there is no such schedule of it" if impl in _SCHEDULES else lacking
+        if self.reproducible and self.varies(impl, operation):
+            return OfferState.NOT_HERE, _EXCLUDES
         if operation == "allgather" and found.in_order:
             return OfferState.AVAILABLE, "for the sizes, which are sent first; the next best one gathers the data"
         return OfferState.AVAILABLE, ""
@@ -314,6 +351,8 @@ class Primitives:
     _: KW_ONLY
     later: bool = False
     """True for any step but the first (see `afterwards`)."""
+    ordered: bool = False
+    """True for sums in the fixed order, also without init(reproducible=True)."""
     device: torch.device = _CPU
     """Device of this rank for tensors that other ranks send from devices."""
 
@@ -324,6 +363,10 @@ class Primitives:
         second steps in different orders. So only implementations that match by tags run second steps.
         """
         return replace(self, later=True)
+
+    def in_fixed_order(self, operation: str) -> Primitives | None:
+        """Return primitives that combine floats in the fixed order, or None if `impl` has another one."""
+        return None if self._repertoire.varies(self.impl, operation) else replace(self, ordered=True)
 
     async def run(self, primitives: Sequence[Primitive]) -> None:
         """Run collectives of one kind on flat tensors. An implementation runs all its collectives together.
@@ -336,12 +379,12 @@ class Primitives:
         converted: list[tuple[Primitive, Primitive]] = []
         groups: dict[tuple[bool, bool], dict[Implementation, list[Primitive]]] = {}
         for given in primitives:
-            o, chosen = given, self._repertoire.pick(given.wanted, self.impl, later=self.later)
+            o, chosen = given, self._repertoire.pick(given.wanted, self.impl, later=self.later, ordered=self.ordered)
             converts = o.kind in REDUCTIONS and (o.op is ReduceOp.MEAN or o.t.dtype in CONVERTED)
             if converts and not (chosen.finishes and o.kind in _FINISHED):
                 o = _in_wire_dtype(given)
                 converted.append((given, o))
-                chosen = self._repertoire.pick(o.wanted, self.impl, later=self.later)
+                chosen = self._repertoire.pick(o.wanted, self.impl, later=self.later, ordered=self.ordered)
             groups.setdefault((not o.t.is_cpu, not chosen.in_order), {}).setdefault(chosen, []).append(o)
         for _, group in sorted(groups.items(), key=itemgetter(0)):
             for chosen, members in group.items():

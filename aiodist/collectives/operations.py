@@ -460,28 +460,8 @@ def copy_to_all(ts: Sequence[Tensor]) -> None:
         copy(flat(t), flat(ts[0]))
 
 
-async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Tensor:
-    """Combine the tensors of this rank, then those of all ranks, into the first tensor of `root`, or of each rank.
-
-    Other tensors are only read. Tensors on other devices are copied to the device of the first, one after the other.
-    """
-    mine = root in (None, p.ep.rank)
-    total = to_wire(ts[0])
-    if not mine and total.data_ptr() == ts[0].data_ptr():
-        total = total.clone()
-    for t in ts[1:]:
-        combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
-    await p.run([Primitive("allreduce" if root is None else "reduce", total, op=wire_op(op), root=root or 0)])
-    if mine:
-        from_wire(total, ts[0], op, p.ep.size * len(ts))
-    return ts[0]
-
-
 async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> T:
-    """Run the program of `then` if all ranks give lists of one length on one device type, else raise MismatchError.
-
-    The messages of the operation could not show the difference, since each rank first adds its own tensors.
-    """
+    """Run the program of `then` if all ranks give lists of one length on one device type, else raise MismatchError."""
     if p.ep.size == 1:
         return await then(p)
     facts = await p.exchange_facts(torch.tensor([len(ts), not ts[0].is_cpu], device="cpu"))

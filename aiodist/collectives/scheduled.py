@@ -18,7 +18,7 @@ from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.handles.kernel import Transfer, together, transfers
-from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
+from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step, in_fixed_order
 from aiodist.types import ReduceOp
 
 _SHORT_BYTES = 64 << 10  # for shorter tensors, planning the steps takes as long as running them
@@ -49,6 +49,9 @@ class Scheduled(Implementation):
         if self.name in names:
             return None
         return f"there is no schedule {self.name!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
+
+    def in_fixed_order(self, operation: str, ranks: int) -> bool:
+        return in_fixed_order(operation, self.name, ranks)
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
         """Run collectives of one kind. An allreduce gives all ranks the same bits."""

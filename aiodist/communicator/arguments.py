@@ -73,13 +73,16 @@ def check_list(ts: object, count: int | None, name: str = "ts") -> list[Tensor]:
     return [check_tensor(t, f"{name}[{i}]") for i, t in enumerate(ts)]
 
 
-def check_across(ts: Sequence[Tensor]) -> None:
-    """Raise ValueError unless `ts` have one dtype and size, all on the CPU or each on a CUDA device of its own."""
+def check_across(ts: Sequence[Tensor], *, parts: bool = False) -> None:
+    """Raise ValueError unless `ts` have one dtype and size, all on the CPU or each on a CUDA device of its own.
+
+    True for `parts` allows all on one CUDA device.
+    """
     if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
         seen = ", ".join(f"{dtype_name(t.dtype)}[{t.numel()}]" for t in ts)
         raise ValueError(f"across=True over {seen}: expected the same dtype and number of elements")
     devices = [t.device for t in ts]
-    if all(device.type == "cpu" for device in devices):
+    if all(device.type == "cpu" for device in devices) or (parts and len(set(devices)) == 1):
         return
     listed = ", ".join(map(str, devices))
     if any(device.type == "cpu" for device in devices):

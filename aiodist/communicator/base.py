@@ -152,9 +152,9 @@ class Base(Group):
             if where:
                 why = "expected the CPU, since a device takes operations in one order"
                 raise ValueError(f"name= with a tensor on {next(iter(where))}: {why}")
-            named = CommunicatorOperation(None, claims, convert, meets=self._named(terms))
+            named = CommunicatorOperation(None, claims, convert, meets=self._named(terms, what.kind))
             return self._dispatcher.issue(named, what, make, nbytes=nbytes, timeout=terms.timeout)
-        self._repertoire.check(terms.impl)
+        self._repertoire.check(terms.impl, what.kind)
         tag = tag_of(self.seq)
         devices = self._work_on(where, tag) if where else self._work_expected(tag) if expects else []
         if devices:
@@ -182,10 +182,10 @@ class Base(Group):
                 self._dispatcher.progress.try_poll()  # so that the device begins before the next call of this thread
         return handle
 
-    def _named(self, terms: CallTerms) -> Named:
+    def _named(self, terms: CallTerms, kind: str) -> Named:
         """Return the next use of the name, or raise if the communicator refuses calls or `impl` takes no name."""
         self._dispatcher.check_usable()
-        self._repertoire.check_named(terms.impl)
+        self._repertoire.check_named(terms.impl, kind)
         use = self._dispatcher.names.next(check_name(terms.name))
         use.edition = self._repertoire.edition
         return use
@@ -200,7 +200,7 @@ class Base(Group):
         *,
         empty: object,
     ) -> Handle[Any]:
-        """Issue the program of `make` over the list and the ranks. An empty list gives the result `empty`.
+        """Issue the program of `make` over the lists of all ranks. An empty list gives the result `empty`.
 
         The program begins after the ranks have compared the lengths of the lists.
         """

@@ -315,7 +315,7 @@ class Plans:
 
     def _plan(self, call: Signature, t: Tensor) -> Plan | None:
         """Make and keep the plan of the calls with this signature. Return None without a plan."""
-        self._repertoire.check(call.impl)
+        self._repertoire.check(call.impl, call.kind)
         numel, ranks = call.shape.numel(), self._size
         if not numel or call.dtype not in SUPPORTED or (call.kind in REDUCTIONS and call.op not in _OPS):
             return None

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from aiodist.backends.arithmetic import check_op
 from aiodist.collectives import operations
+from aiodist.collectives.across import reduce_parts
 from aiodist.collectives.implementations import Primitives
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.operations import copy_to_all, local_first, work_of
+from aiodist.collectives.operations import nothing, work_of
 from aiodist.communicator.arguments import (
     CallTerms,
     blocks_of,
+    check_across,
     check_list,
     check_out,
     check_rank,
@@ -58,8 +60,10 @@ class Reductions(Base):
             t: a tensor; a number, which gives a number; or a list of tensors, each reduced by itself in one operation.
             op: "sum", "mean" (or "avg"), "prod" (or "product"), "min", "max", "band", "bor" or "bxor".
             out: a tensor for the result, with as many elements as `t`. `t` is then not changed.
-            across: True reduces over the list `t` too, so each tensor of the list becomes the total. The tensors have
-                one shape and dtype, all on the CPU or each on a separate CUDA device.
+            across: True reduces over the list `t` too, in the order of all parts of all ranks, so that the bits do not
+                depend on the ranks that have the parts. Each tensor of the list becomes the total, unless there is an
+                `out`. The tensors have one shape and dtype, all on one device or each on a separate CUDA device. Ranks
+                may have different numbers of tensors.
             timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
             impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
@@ -94,7 +98,7 @@ class Reductions(Base):
                 return handle  # type: ignore[return-value]
         terms = CallTerms(timeout, impl, name)
         if across:
-            return self._reduction_across("allreduce", t, op, terms)
+            return self._reduction_across("allreduce", t, op, out, terms)
         planned: Handle[Any] | None = self._plans.issue("allreduce", t, out, terms, op=op)
         return self._reduction("allreduce", t, op, out, terms) if planned is None else planned
 
@@ -156,7 +160,7 @@ class Reductions(Base):
             op: the operator, as in `allreduce`.
             root: the rank that gets the result.
             out: a tensor for the result on root, with as many elements as `t`; ignored elsewhere.
-            across: True reduces the list `t` too, into root's first tensor.
+            across: True reduces the list `t` too, into root's first tensor or `out`, as in `allreduce`.
             timeout: seconds from the call until the await raises OperationTimeout, or None for the default of `init`.
             impl: the name of an implementation, or "auto" to choose by the table of `selector`.
             name: matches the call with those of the same name, in any order (see `Communicator`).
@@ -183,7 +187,7 @@ class Reductions(Base):
         if root != self.rank:
             check_written(t[:1] if across and isinstance(t, list) else out, "reduce", "t" if across else "out")
         if across:
-            return self._reduction_across("reduce", t, op, terms, root)
+            return self._reduction_across("reduce", t, op, out, terms, root)
         if (planned := self._plans.issue("reduce", t, out, terms, op=op, root=root)) is not None:
             return planned
         return self._reduction("reduce", t, op, out, terms, root)
@@ -297,26 +301,32 @@ class Reductions(Base):
         return self._issue(what, work, claims, ts, terms, late, outs=(out,))
 
     def _reduction_across(
-        self, kind: str, t: object, op: str, terms: CallTerms, root: int | None = None
+        self, kind: str, t: object, op: str, out: Tensor | None, terms: CallTerms, root: int | None = None
     ) -> Handle[Any]:
-        """Reduce over the list and the ranks, into every tensor, or into the first tensor of `root`."""
+        """Reduce over the list and the ranks, into `out`, every tensor, or the first tensor of `root`."""
         ts = check_list(t, None, "t")
-        what = fingerprint_of(kind, ts, op, root, terms.impl, given=t, across=True)
+        mine = root in (None, self.rank)
+        if out is not None and mine:
+            for part in ts:
+                check_out(out, part, numel=part.numel())
+        what = fingerprint_of(kind, ts[:1], op, root, terms.impl, across=True)
         known = _op_for(ts, op)
-        if root is None:
-            claims, result = writing(*ts), t
-        else:
-            mine = self.rank == root
-            claims = [*writing(*ts[:1]), *reading(*ts[1:])] if mine else reading(*ts)
-            result = next(iter(ts), None) if mine else None
+        into = [] if not mine else [out] if out is not None else ts if root is None else ts[:1]
+        result = None if not mine else t if out is None and root is None else next(iter(into), None)
+        if not ts:
+            return self._issue(what, partial(nothing, result=result), [], ts, terms)
+        check_across(ts, parts=True)
+        parts, targets = [part.detach() for part in ts], [target.detach() for target in into]
 
         async def over_all(p: Primitives) -> Any:  # noqa: ANN401
-            await local_first(p, ts, known, root)
-            if root is None:
-                copy_to_all(ts)
-            return result
+            if out is None or not mine:
+                await reduce_parts(p, parts, targets, known, root)
+                return result
+            fitting = operations.fit(out, tuple(ts[0].shape), ts[0].dtype)
+            await reduce_parts(p, parts, [fitting], known, root)
+            return fitting
 
-        return self._issue_across(what, ts, over_all, claims, terms, empty=result)
+        return self._issue(what, over_all, claims_of(ts, *into), ts, terms, outs=(out,))
 
 
 def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:

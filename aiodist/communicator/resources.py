@@ -43,6 +43,8 @@ class Resources:
 
         Any thread may set the flag. The flag is never cleared.
         """
+        self.reproducible = False
+        """True if sums of floats depend on nothing but the number of ranks (see `Repertoire`)."""
         self.waited: dict[str, WaitingCall] = {}
         """Waits of the ranks, by communicator, if measured."""
         self.tallies: dict[str, Callable[[], Mapping[str, float]]] = {}
@@ -57,7 +59,15 @@ class Resources:
         accelerator = self.accelerator
         cuda = "there is no CUDA device here" if accelerator is None else accelerator.kit(name, ranks, topology)
         within = self._shared_memory(name, ranks)
-        return Repertoire(transport, table, hosts=hosts, within=within, alone=self.alone, cuda=cuda)
+        return Repertoire(
+            transport,
+            table,
+            hosts=hosts,
+            within=within,
+            alone=self.alone,
+            cuda=cuda,
+            reproducible=self.reproducible,
+        )
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
         """Return the collectives among those of `ranks` that share memory, or None if this rank is the only one."""

@@ -1,6 +1,9 @@
-"""Each rank with each other, or all with one: fewest steps, most messages. For few ranks, and as a reference.
+"""Each rank with each other, or all with one: fewest steps, most messages.
 
-Reductions combine in rank order, as a loop over the ranks.
+Reductions combine in the order of `plan.combined`, which depends on nothing but the number of ranks. For long tensors,
+rank r combines block r of all ranks: each rank then sends as few elements as in a ring.
+
+Rabenseifner: Optimization of collective reduction operations, 2004, DOI 10.1007/978-3-540-24685-5_1.
 """
 
 from __future__ import annotations
@@ -8,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one_lane, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, combined, lanes_of, one_lane, piece, step
 
 _AT_ONCE = 16
-"""Most receives of root at a time, of n elements of memory each."""
+"""Most receives of root at a time, of n elements of memory each: a power of two."""
+LONG = 1 << 14
+"""Smallest tensor, in elements, whose blocks are combined by different ranks. Its messages are worth their number."""
 
 
 def broadcast(rank: int, size: int, n: int, root: int) -> Schedule:
@@ -26,30 +31,99 @@ def _broadcast(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
         yield step(Recv(root, 0, n))
 
 
-def reduce(rank: int, size: int, n: int, root: int) -> Schedule:
-    """Send to root, which combines in rank order: one message of n elements; scratch: n on a root other than 0."""
-    return Schedule(2 * n if rank == root != 0 else n, (partial(_reduce, rank, size, n, root),))
+def reduce(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
+    """Send to root, which combines: one message of n elements. Scratch of root: n for each of 17 ranks, at most.
+
+    Long tensors are cut in `chunks`. Block r goes to rank r, which combines and sends to root: size messages for each
+    chunk, n elements; scratch: n.
+    """
+    if n < LONG:
+        return Schedule(n * (1 + _slots(size)) if rank == root else n, (partial(_reduce, rank, size, n, root),))
+    return _in_blocks(rank, size, n, chunks, root)
+
+
+def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
+    """Reduce to rank 0, then broadcast: size - 1 messages of n elements from rank 0, one from each other rank.
+
+    Long tensors are cut in `chunks`. Block r goes to rank r, which combines and sends to all: 2 (size - 1) messages for
+    each chunk, 2 n (size - 1) / size elements; scratch: n.
+    """
+    if n < LONG:
+        return Schedule(n * (1 + _slots(size)) if rank == 0 else n, (partial(_allreduce, rank, size, n),))
+    return _in_blocks(rank, size, n, chunks, None)
+
+
+def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
+    yield from _reduce(rank, size, n, 0)
+    yield from _broadcast(rank, size, n, 0)
+
+
+def _slots(size: int) -> int:
+    """Return the number of scratch tensors of `_reduce`: of a group of ranks, and of complete groups."""
+    groups = -(-size // _AT_ONCE)
+    return min(size, _AT_ONCE) + groups.bit_length()
 
 
 def _reduce(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
     if rank != root:
         yield step(Send(root, 0, n))
         return
-    at = n if root else 0
-    moves: list[Recv | Copy] = [Recv(peer, at, at + n, combine=peer > 0) for peer in range(size) if peer != root]
-    if root:
-        moves.insert(root, Copy(0, n, at, combine=True))
-    for i in range(0, len(moves), _AT_ONCE):
-        yield step(*moves[i : i + _AT_ONCE])
-    if root:
-        yield step(Copy(at, at + n, 0))
+    done: list[int] = []  # sums of complete groups of 1, 2, 4 and so on times `_AT_ONCE` ranks, the largest first
+    for group, first in enumerate(range(0, size, _AT_ONCE)):
+        members = range(first, min(first + _AT_ONCE, size))
+        at = [0 if peer == root else n * (1 + peer - first) for peer in members]
+        receives = [Recv(peer, start, start + n) for peer, start in zip(members, at, strict=True) if peer != root]
+        done.append(n * (1 + min(size, _AT_ONCE) + len(done)))
+        merged = [Copy(at[0], at[0] + n, done[-1])]
+        while group & 1:
+            merged += combined(done[-2:], n)
+            done.pop()
+            group >>= 1
+        yield step(*receives, *combined(at, n), *merged)
+    for i in range(len(done) - 1, 0, -1):
+        yield step(*combined(done[i - 1 : i + 1], n))
+    yield step(Copy(done[0], done[0] + n, 0))
 
 
-@one_lane(lambda rank, size, n: n)
-def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
-    """Reduce to rank 0, then broadcast: size - 1 messages of n elements from rank 0, one from each other rank."""
-    yield from _reduce(rank, size, n, 0)
-    yield from _broadcast(rank, size, n, 0)
+def _in_blocks(rank: int, size: int, n: int, chunks: int, root: int | None) -> Schedule:
+    """Combine block r of each chunk on rank r, then send the result to `root`, or to all ranks for None."""
+    lanes, room = [], n
+    for first, last in lanes_of(n, chunks):
+        blocks = Blocks.even(last - first, size)
+        lanes.append(partial(_combine_block, rank, size, first, blocks, room, root))
+        room += size * blocks.largest
+    return Schedule(room, tuple(lanes))
+
+
+def _combine_block(rank: int, size: int, first: int, blocks: Blocks, scratch: int, root: int | None) -> Iterator[Step]:
+    others = _others(rank, size)
+    start, length = first + blocks.start(rank), blocks.count(rank)
+    writes = root in (None, rank)
+    sends = [Send(peer, first + blocks.start(peer), first + blocks.stop(peer)) for peer in others]
+    moves, total = _parts(rank, size, start, length, [scratch + q * length for q in range(size)], writes=writes)
+    yield step(*moves, *sends, *([Copy(total, total + length, start)] if writes and total != start else []))
+    if not writes and root is not None:
+        yield step(Send(root, total, total + length))
+        return
+    yield step(
+        *(Recv(peer, first + blocks.start(peer), first + blocks.stop(peer)) for peer in others),
+        *(Send(peer, start, start + length) for peer in others if root is None),
+    )
+
+
+def _parts(
+    rank: int, size: int, own: int, length: int, slots: list[int], *, writes: bool
+) -> tuple[list[Recv | Copy], int]:
+    """Return the moves that combine the ranks' parts, in `slots`, and the place of the result.
+
+    This rank's part is at `own`. False for `writes` means that it is only read.
+    """
+    receives: list[Recv | Copy] = [Recv(peer, slots[peer], slots[peer] + length) for peer in _others(rank, size)]
+    if writes or rank % 2:  # nothing is combined into the second of a pair
+        slots = [*slots[:rank], own, *slots[rank + 1 :]]
+    else:
+        receives.append(Copy(own, own + length, slots[rank]))
+    return [*receives, *combined(slots, length)], slots[0]
 
 
 @one_lane(lambda rank, size, blocks: blocks.total)
@@ -62,14 +136,22 @@ def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     )
 
 
-@one_lane(lambda rank, size, blocks: blocks.total + blocks.count(rank))
-def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    """Send block r to rank r, which combines in rank order: size - 1 messages, all elements except my block."""
-    out, stop = blocks.total, blocks.total + blocks.count(rank)
-    sends = [Send(peer, blocks.start(peer), blocks.stop(peer)) for peer in _others(rank, size)]
-    receives: list[Recv | Copy] = [Recv(peer, out, stop, combine=peer > 0) for peer in range(size) if peer != rank]
-    receives.insert(rank, Copy(blocks.start(rank), blocks.stop(rank), out, combine=rank > 0))
-    yield step(*receives, *sends)
+def reduce_scatter(rank: int, size: int, blocks: Blocks, *, chunks: int = 1) -> Schedule:
+    """Send block r to rank r, which combines: size - 1 messages for each chunk, all elements except my block.
+
+    Scratch: size - 1 times my block.
+    """
+    lanes = len(lanes_of(blocks.largest, chunks))
+    room = blocks.total + size * blocks.count(rank)
+    return Schedule(room, tuple(partial(_reduce_scatter, rank, size, blocks, (lane, chunks)) for lane in range(lanes)))
+
+
+def _reduce_scatter(rank: int, size: int, blocks: Blocks, chunk: tuple[int, int]) -> Iterator[Step]:
+    own, stop = piece(blocks, rank, *chunk)
+    out = blocks.total + own - blocks.start(rank)  # the result is in the first slot
+    slots = [out + q * blocks.count(rank) for q in range(size)]
+    moves, _ = _parts(rank, size, own, stop - own, slots, writes=False)
+    yield step(*moves, *(Send(peer, *piece(blocks, peer, *chunk)) for peer in _others(rank, size)))
 
 
 @one_lane(lambda rank, size, sends, receives: sends.total + receives.total)

@@ -178,6 +178,16 @@ def piece(blocks: Blocks, i: int, chunk: int, chunks: int) -> tuple[int, int]:
     return first + parts.start(chunk), first + parts.stop(chunk)
 
 
+def combined(starts: Sequence[int], n: int) -> list[Copy]:
+    """Return the copies that combine the `n` elements at each of `starts` into those at the first of them.
+
+    Neighbours are combined first, then neighbouring pairs, and so on: ((0 1)(2 3))(4 5) for six. The order depends on
+    nothing but their number.
+    """
+    pairs = [(1 << k, i) for k in range(rounds(len(starts))) for i in range(0, len(starts) - (1 << k), 2 << k)]
+    return [Copy(starts[i + half], starts[i + half] + n, starts[i], combine=True) for half, i in pairs]
+
+
 def rounds(size: int) -> int:
     """Return log2(size), rounded up: the number of doublings from one rank to all."""
     return (size - 1).bit_length()

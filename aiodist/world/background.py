@@ -41,6 +41,7 @@ def start(  # noqa: PLR0913 - one for each option
     stragglers: bool = False,
     report_lag_over: float | None = None,
     strict: bool = False,
+    reproducible: bool = False,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world without asyncio: `with aiodist.start() as coll:`.
 
@@ -63,6 +64,7 @@ def start(  # noqa: PLR0913 - one for each option
         stragglers: True measures for which rank the others wait.
         report_lag_over: seconds that the event loop may be blocked before a warning; None never reports.
         strict: True makes each change of a tensor in flight an error on await.
+        reproducible: True keeps the bits of sums of floats.
 
     Returns:
         A context manager, which gives the communicator.
@@ -92,6 +94,7 @@ def start(  # noqa: PLR0913 - one for each option
         stragglers=stragglers,
         report_lag_over=report_lag_over,
         strict=strict,
+        reproducible=reproducible,
     )
     with ExitStack() as signals, WorldThread(block) as coll:  # they are heard until the block is left
         if stop_on_signal:

@@ -50,6 +50,7 @@ class WorldOptions:
     stragglers: bool = False
     report_lag_over: float | None = None
     strict: bool = False
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
@@ -87,13 +88,15 @@ class RankWorld:
             generation=generation,
         )
         registry.strict = options.strict
+        registry.resources.reproducible = options.reproducible
         return cls(options, place, registry)
 
     async def open(self) -> Communicator:
         """Return the communicator over all ranks, after the start of its services."""
         options, channel = self._options, self.channel
         limits, environment = options.limits, options.environment
-        topology = await unless_lost(channel, find_topology(self._place, environment, limits))
+        same = {"reproducible": options.reproducible}
+        topology = await unless_lost(channel, find_topology(self._place, environment, limits, same))
         world = self.registry.world(self.transport, topology, thread=options.thread)
         watch = Watch.of(Progress.current(), channel)
         watch.report.after = options.report_after

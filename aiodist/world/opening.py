@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +21,10 @@ from aiodist.collectives.implementations import Primitives, Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import allgather
 from aiodist.communicator.registry import DRAIN_SECONDS
-from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, in_process
+from aiodist.control import Channel, Exit, connect, disagreement, exchange, find_hosts, host, in_process
 from aiodist.control.thread import settle_soon
 from aiodist.env import Environment, Generation
-from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
+from aiodist.errors import BackendUnavailable, ConfigError, MismatchError, OperationTimeout
 from aiodist.handles import Operation, Progress
 from aiodist.handles.kernel import Program
 from aiodist.handles.kernel import run as run_program
@@ -280,16 +280,25 @@ async def _run(program: Program[T]) -> T:
     return await operation.handle
 
 
-async def find_topology(place: RankPlace, environment: Environment, limits: Limits) -> Topology:
-    """Exchange the hosts of all ranks, and the CUDA devices that each rank sees."""
+async def find_topology(
+    place: RankPlace, environment: Environment, limits: Limits, same: Mapping[str, object]
+) -> Topology:
+    """Exchange the hosts of all ranks, and the CUDA devices that each rank sees.
+
+    Raises MismatchError on all ranks if an option in `same` differs between ranks.
+    """
     devices = visible_devices(environment)
     means = means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()
-    mine = [socket.gethostname(), devices, means, peers_here()]
+    mine = [socket.gethostname(), devices, means, peers_here(), same]
     places = await exchange(place.channel, "place", mine, limits.rendezvous)
+    for option in same:
+        values = [str(options.get(option)) for *_, options in places]
+        if len(set(values)) > 1:
+            raise MismatchError(disagreement(f"init({option}=)", values))
     topology = Topology(named([name for name, *_ in places], place.hosts), place.channel.rank)
     bindings = [
         bound(topology.ranks_on(topology.host_of[rank]).index(rank), physical, Means(*means), peers)
-        for rank, (_, physical, means, peers) in enumerate(places)
+        for rank, (_, physical, means, peers, _) in enumerate(places)
     ]
     return replace(topology, devices=tuple(bindings) if any(bindings) else ())
 

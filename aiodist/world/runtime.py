@@ -54,6 +54,7 @@ def init(  # noqa: PLR0913 - one for each option
     stragglers: bool = False,
     report_lag_over: float | None = None,
     strict: bool = False,
+    reproducible: bool = False,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world, a `Communicator` over all ranks of the job, as a block: `async with aiodist.init() as coll:`.
 
@@ -84,6 +85,9 @@ def init(  # noqa: PLR0913 - one for each option
         strict: True makes each change of a tensor in flight an error on await, BufferInFlight, and also finds changes
             of CPU tensors that the operation only reads by a checksum of their bytes at the call and at the end; False
             warns of the changes that torch counts (RuntimeWarning).
+        reproducible: True keeps the bits of sums and means of floats: they depend on the elements and the number of
+            ranks alone, not on size, memory, buckets, implementation or hosts. All ranks give the same value.
+            `coll.availability()` names the excluded implementations; `impl=` of one of them raises ValueError.
 
     Returns:
         An async context manager, which gives the communicator.
@@ -93,6 +97,7 @@ def init(  # noqa: PLR0913 - one for each option
             this process, unless this is the only rank or plain `mpirun` started it.
         BackendUnavailable: if the library of the backend is missing.
         OperationTimeout: if ranks do not come within 60 s; it names them.
+        MismatchError: if ranks differ in `reproducible`.
         PeerLost: if a rank is lost while the world opens.
 
     Example:
@@ -124,6 +129,7 @@ def init(  # noqa: PLR0913 - one for each option
         stragglers=stragglers,
         report_lag_over=report_lag_over,
         strict=strict,
+        reproducible=reproducible,
     )
     return _WorldBlock(world)
 

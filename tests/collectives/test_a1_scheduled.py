@@ -27,7 +27,7 @@ every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
 KINDS = (torch.float32, torch.int64, torch.float64)
 OPS = (ReduceOp.SUM, ReduceOp.MAX)
 KINDS_AND_OPS = ((torch.float32, ReduceOp.SUM), (torch.int64, ReduceOp.BXOR), (torch.float64, ReduceOp.MAX))
-CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100)}
+CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100), "direct": (2,)}
 
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]], tag: int = 1 << 21) -> None:

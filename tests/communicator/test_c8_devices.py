@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiodist import Communicator, CommunicatorAborted, MismatchError, init
 from aiodist.testing import run_ranks
-from aiodist.types import Impl, Op
+from aiodist.types import REDUCTIONS, Impl, Op
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
@@ -111,6 +111,8 @@ async def test_c8_what_is_no_list_of_devices(coll: Communicator, simulated_cuda:
         (spread([ones] * 3, [zero, one, zero]), r"3 tensors on .*: expected 2 at most, one per device"),
         (spread([ones, ones], ["cpu", zero]), r"on cpu, cuda:0: expected all on the CPU, or all on CUDA devices"),
     ):
+        if name in REDUCTIONS and why.startswith("on cuda:0, cuda:0"):
+            continue  # parts of a sum may be on one device
         before = coll.seq
         with pytest.raises(ValueError, match=f"across=True over (.* )?{why}"):
             call(coll, refused)
@@ -136,4 +138,5 @@ def test_c8_lists_that_differ_between_ranks(name: str) -> None:
 
     with simulated_cuda(devices=2, delay=0):
         for places in ([["cuda:0", "cuda:1"], ["cuda:0"]], [["cpu"] * 3, ["cpu"] * 2], [[], ["cuda:0"]]):
-            job(places)
+            if name not in REDUCTIONS or [] in places:  # else C15: the numbers of parts may differ
+                job(places)

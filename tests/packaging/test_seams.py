@@ -75,6 +75,7 @@ PARTS = {
     "watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls nn.buckets ps.pool threads world.isolation",
+    "the order of reductions": "schedules.direct schedules.parts",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",
 }
 """Other modules that the tests of their own package import, by the reason."""

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aiodist.schedules import MAX_LANES, SCHEDULES, Blocks, Lane, Recv, Schedule, Send
+from aiodist.schedules import MAX_LANES, SCHEDULES, Blocks, Lane, Recv, Schedule, Send, in_fixed_order
 from benchmarks.schedule_costs import Cost
 
 Array = npt.NDArray[np.uint64]  # (2, elements)
 
 _COMBINE = np.array([[1], [31]], dtype=np.uint64)
-_NOISE = np.random.default_rng(1).integers(1 << 63, size=(2, 50_000), dtype=np.uint64)
+_NOISE = np.random.default_rng(1).integers(1 << 63, size=(2, 90_000), dtype=np.uint64)
 
 
 def fresh(rank: int, n: int) -> Array:
@@ -33,11 +33,13 @@ def combine(into: Array, other: Array) -> None:
     into += other
 
 
-def fold(parts: Sequence[Array]) -> Array:
-    """Combine in the order given."""
-    total = parts[0].copy()
-    for part in parts[1:]:
-        combine(total, part)
+def in_order(parts: Sequence[Array]) -> Array:
+    """Combine the two halves of a power of two of the parts, or such a power, the largest, with the rest."""
+    if len(parts) == 1:
+        return parts[0].copy()
+    half = 1 << (len(parts) - 1).bit_length() - 1
+    total = in_order(parts[:half])
+    combine(total, in_order(parts[half:]))
     return total
 
 
@@ -176,13 +178,14 @@ class Simulation:
             expected = list(accumulate((given[0] for given in givens), np.add))
             assert all(np.array_equal(result[0], total) for result, total in zip(results, expected, strict=True))
         else:
-            total = fold(givens)
+            total = in_order(givens)
             for rank, result in enumerate(results):
                 if operation == "reduce" and rank != root:
                     assert np.array_equal(result, givens[rank])
                     continue
                 assert np.array_equal(result[0], total[0])
-                assert np.array_equal(result[1], total[1] if name == "direct" else results[root or 0][1])
+                ordered = in_fixed_order(operation, name, size)
+                assert np.array_equal(result[1], total[1] if ordered else results[root or 0][1])
         return cost
 
     def allgather(self, name: str, counts: Sequence[int] | Blocks, **chunks: int) -> Cost:
@@ -206,8 +209,8 @@ class Simulation:
         givens = [fresh(rank, n) for rank in range(size)]
         plan = SCHEDULES["reduce_scatter"][name].plan
         buffers, cost = self.run([plan(rank, size, blocks, **chunks) for rank in range(size)], givens)
-        total = fold(givens)
-        rows = slice(None) if name == "direct" else slice(1)
+        total = in_order(givens)
+        rows = slice(None) if in_fixed_order("reduce_scatter", name, size) else slice(1)
         for rank, buffer in enumerate(buffers):
             assert np.array_equal(buffer[:, :n], givens[rank])
             block = total[rows, blocks.start(rank) : blocks.stop(rank)]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist.schedules import MAX_LANES, SCHEDULES, Recv, Send
+from aiodist.schedules.direct import LONG
 from benchmarks.schedule_costs import Cost, cost_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def lengths(size: int) -> Iterator[int]:
 @pytest.mark.drawn(3)
 @names
 def test_a2_any_number_of_ranks_and_elements(simulate: Simulation, name: str) -> None:
-    """Sums are right, results equal to the bit everywhere, and `direct` reduces in rank order: see `simulate`."""
+    """Sums are right, results equal to the bit everywhere, and those in the fixed order in that one: see `simulate`."""
     for size in range(1, 38):
         for n in lengths(size):
             assert simulate.elementwise("allreduce", name, size, n) == cost_of("allreduce", name)(size, n)
@@ -38,6 +39,15 @@ def test_a2_any_number_of_ranks_and_elements(simulate: Simulation, name: str) ->
 def test_a2_sends_that_are_over_at_once(buffered: Simulation, name: str) -> None:
     for size in (*range(1, 10), 16, 17, 37):
         assert buffered.elementwise("allreduce", name, size, 11) == cost_of("allreduce", name)(size, 11)
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "reduce"])
+def test_a2_long_tensors_in_blocks(simulate: Simulation, operation: str) -> None:
+    """Each rank combines a block, in the same order as a rank that combines all; in chunks too."""
+    for size, n, chunks in ((1, LONG, 1), (2, LONG + 1, 3), (3, LONG, 1), (5, LONG + 3, 4), (21, LONG, 2)):
+        for root in [None] if operation == "allreduce" else {0, size // 2, size - 1}:
+            cost = cost_of(operation, "direct")(size, n, chunks=chunks)
+            assert simulate.elementwise(operation, "direct", size, n, root, chunks=chunks) == cost
 
 
 @pytest.mark.parametrize("name", ["ring", "tree"])

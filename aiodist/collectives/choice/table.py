@@ -65,9 +65,10 @@ class Limit(NamedTuple):
 
 LIMITS: Mapping[str, Limit] = {
     "ring.chunks": Limit(4, 1, MAX_LANES, "chunks of a ring in flight, at most"),
+    "direct.chunks": Limit(4, 1, MAX_LANES, "chunks of a direct reduction in flight, at most"),
     "tree.chunks": Limit(1, 1, MAX_LANES, "chunks of a tree in flight, at most"),
     "chain.chunks": Limit(1024, 1, 1 << 16, "chunks of a chain, at most"),
-    "chunk_bytes": Limit(4 << 20, 1, 1 << 40, "size of a chunk of ring, tree and chain", True),
+    "chunk_bytes": Limit(4 << 20, 1, 1 << 40, "size of a chunk of ring, direct, tree and chain", True),
     "hierarchical.pieces": Limit(8, 1, MAX_LANES, "chunks of a hierarchical allreduce in flight, at most"),
     "hierarchical.piece_bytes": Limit(4 << 20, 1, 1 << 40, "size of such a chunk", True),
     "hierarchical.ring_bytes": Limit(64 << 10, 0, 1 << 40, "smallest tensor for a ring of hosts, else doubling", True),
@@ -284,6 +285,12 @@ def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bo
     first = (not shares and nbytes < COMPARED_BYTES) or (operation == "reduce" and nbytes >= _SHORT_BYTES)
     flat = (of_messages, *_LIBRARIES) if first else (*_LIBRARIES, of_messages)
     return "shm", "hierarchical", "leaders", *flat, "direct"
+
+
+def ordered_resorts(operation: str, nbytes: int, resorts: Sequence[str]) -> tuple[str, ...]:
+    """Return `resorts` with the best schedule in the fixed order for any number of ranks before the last one."""
+    tree = ("tree",) if operation == "allreduce" and nbytes < _SHORT_BYTES else ()
+    return *resorts[:-1], *tree, resorts[-1]
 
 
 _SCHEDULE: Mapping[str, tuple[str, str]] = {

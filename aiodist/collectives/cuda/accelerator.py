@@ -163,7 +163,7 @@ class Accelerator:
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
 
         def host(ep: Endpoint) -> Primitives:  # implementations for tensors on the CPU
-            return Primitives(ep, repertoire, later=True)
+            return Primitives(ep, repertoire, later=True, ordered=True)
 
         within = None if no_ipc else CudaIpc(self.mappings, ranks, places, Events.of(self._progress), limits)
         made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, limits)]

@@ -2,8 +2,8 @@
 
 torch adds two tensors at a time. A sum of p tensors for all p ranks takes 2p - 2 kernels with almost twice the memory
 traffic. The NVRTC of torch compiles the kernel for each dtype, operator and number of tensors at the first use, in a
-tenth of a second. The kernel adds in torch's order, with the same rounding: 16-bit floats in float32, rounded once. A
-mean is multiplied by the reciprocal. Minima propagate NaN.
+tenth of a second. The kernel adds in the fixed order (`schedules.plan.combined`): 16-bit floats in float32, rounded
+once. Minima propagate NaN.
 
 CUDA's driver is called with the GIL held, since a launch takes a few microseconds, and a spinning thread would take the
 GIL for much longer.
@@ -47,6 +47,14 @@ struct alignas(16) Vector { T x[16 / sizeof(T)]; };
 struct Arguments { const T *in[INS]; T *out[OUTS]; u64 numel, head, vectors; };
 
 __device__ A both(A a, A b) { return COMBINE; }
+__device__ T total(A *a) {
+    #pragma unroll
+    for (int half = 1; half < INS; half *= 2) {
+        #pragma unroll
+        for (int k = 0; k + half < INS; k += 2 * half) a[k] = both(a[k], a[k + half]);
+    }
+    return STORE(FINISH(a[0]));
+}
 
 extern "C" __global__ void __launch_bounds__(256) reduce(Arguments p) {
     const u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
@@ -57,19 +65,21 @@ extern "C" __global__ void __launch_bounds__(256) reduce(Arguments p) {
         for (int k = 0; k < INS; k++) in[k] = ((const Vector *)(p.in[k] + p.head))[i];
         #pragma unroll
         for (int j = 0; j < width; j++) {
-            A a = LOAD(in[0].x[j]);
+            A a[INS];
             #pragma unroll
-            for (int k = 1; k < INS; k++) a = both(a, LOAD(in[k].x[j]));
-            result.x[j] = STORE(FINISH(a));
+            for (int k = 0; k < INS; k++) a[k] = LOAD(in[k].x[j]);
+            result.x[j] = total(a);
         }
         #pragma unroll
         for (int k = 0; k < OUTS; k++) ((Vector *)(p.out[k] + p.head))[i] = result;
     }
     for (u64 j = first; j < rest; j += step) {  // in front of the first vector, and behind the last
         const u64 i = j < p.head ? j : j + p.vectors * width;
-        A a = LOAD(p.in[0][i]);
-        for (int k = 1; k < INS; k++) a = both(a, LOAD(p.in[k][i]));
-        for (int k = 0; k < OUTS; k++) p.out[k][i] = STORE(FINISH(a));
+        A a[INS];
+        #pragma unroll
+        for (int k = 0; k < INS; k++) a[k] = LOAD(p.in[k][i]);
+        const T result = total(a);
+        for (int k = 0; k < OUTS; k++) p.out[k][i] = result;
     }
 }
 """
@@ -159,7 +169,7 @@ def source_of(shape: Shape) -> str:
         "A": held,
         "LOAD(x)": f"{load}(x)",
         "STORE(x)": f"{store}(x)",
-        "FINISH(a)": f"(a * ((A)1 / {ins}))" if op is ReduceOp.MEAN else "(a)",
+        "FINISH(a)": f"((a) / (A){ins})" if op is ReduceOp.MEAN else "(a)",
         "COMBINE": f"(A)({_COMBINE[op]})",
         "INS": ins,
         "OUTS": outs,

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.arithmetic import FUNCTIONS, combine, copy, divide, wire_op, writable
+from aiodist.backends.arithmetic import combine, combined, copy, from_wire, wire_op
 from aiodist.backends.base import Done, Primitive, Wanted
 from aiodist.backends.cuda_ipc import FRAME_BYTES, Loan, Mappings
 from aiodist.collectives.cuda import fused
@@ -103,6 +103,9 @@ class CudaIpc(Implementation):
             return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
 
+    def in_fixed_order(self, operation: str, ranks: int) -> bool:
+        return True
+
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
         """Run collectives of one kind, with joined steps. An allreduce gives all ranks the same bits."""
         loans = [loan for o in primitives if (loan := self._loan(ep, o)) is not None]
@@ -140,7 +143,7 @@ class CudaIpc(Implementation):
             block = slice(start, start + o.counts[ep.rank])
             if ep.size == 1:
                 copy(o.out, o.t)
-            return self._lend(ep, o.t, of_all, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
+            return self._lend(ep, o.t, of_all, partial(self._block_reduced, o.op, _plain(o.out), block))
         work: Callable[..., None] = {
             "allreduce": self._allreduced,
             "reduce": self._reduced,
@@ -154,12 +157,11 @@ class CudaIpc(Implementation):
 
     def _reduced(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
-        into = mine[o.root - ep.rank]  # `mine` begins with this rank's share
-        self._write([into], mine if o.root == ep.rank else [*(t for t in mine if t is not into), into], o.op)
+        self._write([mine[o.root]], mine, o.op)
 
     def _scanned(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
-        for pieces in self._pieces([mine[rank - ep.rank] for rank in range(ep.size)]):
+        for pieces in self._pieces(mine):
             total = pieces[0]
             if widened := _is_widened(total.dtype, o.op, ep.size):
                 total = total.float()
@@ -171,28 +173,24 @@ class CudaIpc(Implementation):
                     combine(piece, total, o.op)
                     total = piece
 
-    def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
-        self._write([out], [parts[rank][block] for rank in _around(me, len(parts))], op)
+    def _block_reduced(self, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
+        self._write([out], [part[block] for part in parts], op)
 
     # --- reductions ---------------------------------------------------------------------------------------------------
 
     def _share(self, ep: Endpoint, parts: Parts) -> Sequence[Tensor]:
-        """Return this worker's share of each tensor, by rank, from this rank on and then from rank 0."""
+        """Return this worker's share of each tensor, by rank."""
         t, workers = parts[ep.rank], self._group(ep).workers
         share = _share(workers.index(ep.rank), len(workers), t.numel(), t.dtype.itemsize)
-        return [parts[rank][share] for rank in _around(ep.rank, ep.size)]
+        return [part[share] for part in parts]
 
     def _write(self, into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> None:
-        """Write the reduction of `ts` to each of `into`.
-
-        Either `into` shares no memory with `ts`, or `into` has tensors of `ts`, the first or the last of `ts` first.
-        """
+        """Write the reduction of `ts`, in the fixed order, to each of `into`, which may have tensors of `ts`."""
         if not into[0].numel() or fused.reduce(into, ts, op):
             return
         for pieces in self._pieces([*ts, *into]):
             terms, (target, *others) = pieces[: len(ts)], pieces[len(ts) :]
-            at = target.data_ptr()
-            reduce(next((t for t in terms if t.data_ptr() == at), target), terms, op)
+            reduce(target, terms, op)
             for other in others:
                 copy(other, target)
 
@@ -365,27 +363,5 @@ def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:
 
 
 def reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
-    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of `ts`.
-
-    Other tensors do not change.
-    """
-    step = wire_op(op)
-    if _is_widened(into.dtype, op, len(ts)):
-        total = ts[0].float()
-        for t in ts[1:]:
-            combine(total, t, step)
-        if op is ReduceOp.MEAN:
-            divide(total, len(ts))
-        copy(into, total)
-        return
-    if into is ts[0]:
-        for t in ts[1:]:
-            combine(into, t, step)
-    else:
-        total = ts[0] if len(ts) == 2 else FUNCTIONS[step](ts[0], ts[1])
-        for t in ts[2:-1]:
-            combine(total, t, step)
-        with writable(into):
-            FUNCTIONS[step](total, ts[-1], out=into)
-    if op is ReduceOp.MEAN:
-        divide(into, len(ts))
+    """Reduce `ts`, one of each rank, into `into`, which may be one of `ts`. Other tensors do not change."""
+    from_wire(combined(ts, wire_op(op), into.device), into, op, len(ts))

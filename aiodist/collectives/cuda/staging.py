@@ -79,6 +79,9 @@ class Staged(Implementation):
             return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
+    def in_fixed_order(self, operation: str, ranks: int) -> bool:
+        return True
+
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
         """Run one collective in chunks that the lanes share, or several collectives in one chunk each."""
         primitives = [o for o in primitives if o.t.numel() or o.out.numel()]
