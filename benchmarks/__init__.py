@@ -3,6 +3,7 @@
 `python -m benchmarks NAME`, in the root of the repository; `aiodist bench` measures single operations.
 
 suite        the benchmarks with the options of `aiodist bench`, by name; worker: a rank; figures: their records
+bits         reproducible sums, over the usual ones
 reductions   collectives by size, and a copy
 targets, await_targets  their targets; verdicts: the table of figures and targets
 training     a training step, DDP, and a loop without communication; models; threads: the CPU time of each

@@ -113,6 +113,18 @@ def accuracy_of(checkpoint: Path) -> float:
     return int(right.sum()) / len(right)
 
 
+@pytest.mark.thorough
+def test_c15_weights_are_the_same_to_the_bit_on_1_2_4_and_8_ranks(launch: Launch) -> None:
+    printed = set()
+    for n in (1, 2, 4, 8):
+        done = launch(n, EXAMPLES / "reproducible.py", mpi="none")
+        assert (done.code, done.errors) == (0, "")
+        (line,) = done.lines[0]
+        printed.add(line)
+    (line,) = printed
+    assert float(line.split()[-1]) >= 0.95
+
+
 @pytest.mark.usefixtures("threads_restored")
 def test_train_digits_notices_different_weights(
     example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
