@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import c10d, checkpoints, codecs, data, engine, handles, nn, ps, streams, testing
+    from aiodist import bridges, c10d, checkpoints, codecs, data, engine, handles, nn, ps, streams, testing
+    from aiodist.bridges import connect, listen
     from aiodist.checkpoints import load, save
     from aiodist.communicator import Communicator
     from aiodist.engine import Engine
@@ -71,15 +72,18 @@ __all__ = [
     "__version__",
     "as_completed",
     "as_handle",
+    "bridges",
     "c10d",
     "checkpoints",
     "codecs",
+    "connect",
     "data",
     "engine",
     "gather",
     "handles",
     "init",
     "isolate",
+    "listen",
     "load",
     "nn",
     "open",
@@ -120,9 +124,11 @@ _HOMES: Final = {
     "RemoteError": "aiodist.errors",
     "as_completed": "aiodist.handles",
     "as_handle": "aiodist.world.runtime",
+    "connect": "aiodist.bridges",
     "gather": "aiodist.handles",
     "init": "aiodist.world.runtime",
     "isolate": "aiodist.world.runtime",
+    "listen": "aiodist.bridges",
     "load": "aiodist.checkpoints",
     "open": "aiodist.world.runtime",
     "run": "aiodist.world.runtime",
@@ -133,7 +139,7 @@ _HOMES: Final = {
     "trace": "aiodist.watch.trace",
 }
 _MODULES: Final = frozenset(
-    {"c10d", "checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"}
+    {"bridges", "c10d", "checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"}
 )
 
 

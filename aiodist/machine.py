@@ -42,8 +42,13 @@ def _namespace(kind: str) -> str:
 
 def job_socket(job: int | str) -> Path:
     """Return the socket of a job on this host for `aiodist inspect`, in the user's runtime folder."""
+    return runtime_folder() / f"{job}.sock"
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user on this host for sockets and addresses of jobs, which may be missing."""
     from platformdirs import user_runtime_path
 
     with warnings.catch_warnings():  # about a folder that is not private, which is not used
         warnings.simplefilter("ignore")
-        return user_runtime_path("aiodist") / f"{job}.sock"
+        return user_runtime_path("aiodist")

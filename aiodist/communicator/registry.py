@@ -119,7 +119,7 @@ class Registry(Generic[C]):
         """The control channel, which carries small messages between ranks, also while their programs compute."""
         return self._channel
 
-    def world(self, transport: Transport, topology: Topology, *, thread: bool = False) -> C:
+    def world(self, transport: Transport, topology: Topology, name: str = "world", *, thread: bool = False) -> C:
         """Return the first communicator, over all ranks. True for `thread` allows calls of other threads."""
         if topology.devices:
             self.resources.accelerator = Accelerator(
@@ -128,7 +128,7 @@ class Registry(Generic[C]):
                 self.members.device_failed,
                 direct="cuda" in transport.capabilities().devices,
             )
-        world = self._communicator("world", transport, range(transport.size), topology, thread=thread)
+        world = self._communicator(name, transport, range(transport.size), topology, thread=thread)
         self._channel.on_lost(lambda exit: self.resources.progress.post(self.members.lost, exit))
         return world
 

@@ -12,6 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from aiodist.control.rollcall import ROLL_CALL, RollCall, Then
@@ -62,6 +63,8 @@ class Channel(ABC):
         """`post(fn, *args)` calls on the thread that delivers, which runs `loop`."""
         self.rank = rank
         self.size = size
+        self.names: dict[int, tuple[str, int]] = {}
+        """Name and number of ranks of another job, for errors."""
         self._owner = OwnProcess()
         self._post = post
         self._loop = loop
@@ -204,6 +207,9 @@ class Channel(ABC):
         """Note the exit of a rank, if it is the first."""
         if exit.rank in self._exits:
             return
+        if exit.rank in self.names:
+            name, number = self.names[exit.rank]
+            exit = replace(exit, name=name, number=number)
         self._exits[exit.rank] = exit
         if not exit.clean:
             for fn in tuple(self._watchers):

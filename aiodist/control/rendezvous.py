@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import json
-import os
 import secrets
-import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control.client import SocketChannel
 from aiodist.control.hub import Hub
 from aiodist.control.link import dial
-from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, outward_host, parse, tcp_address
+from aiodist.control.notice import Notice
+from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, parse, tcp_address
 from aiodist.control.roster import HUB
 from aiodist.control.texts import name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 from aiodist.handshake import Hello, Refused
-from aiodist.machine import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from aiodist.control.channel import Channel
 
@@ -131,49 +126,6 @@ async def connect(
     return channel
 
 
-@dataclass(frozen=True)
-class _Notice:
-    """The content of the file with the address of rank 0's hub.
-
-    An earlier job may have left a file, whose port may now belong to another program. So the token of the hub includes
-    the `nonce`: a rank with an old file, or that of another job, is refused, and reads the file again.
-    """
-
-    boot_id: str
-    hosts: tuple[str, ...]
-    port: int
-    nonce: str
-
-    @classmethod
-    def read(cls, path: Path) -> _Notice:
-        """Return the content of the file. Raises `OSError` or `ValueError` for another content."""
-        try:
-            found = json.loads(path.read_bytes())
-            return cls(**{**found, "hosts": tuple(found["hosts"])})
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} is not there yet") from None
-        except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{path} is no notice of rank 0: {error}") from None
-
-    def write(self, path: Path) -> None:
-        """Write the file in one atomic step, readable for this user only, since it has the nonce."""
-        beside = path.with_name(f".{path.name}.{self.nonce}")
-        try:
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump(asdict(self), file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-
-    def remove(self, path: Path) -> None:
-        """Remove the file, unless a later job has written its own."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            if json.loads(path.read_bytes())["nonce"] == self.nonce:
-                path.unlink()
-
-
 _HubAddress = tuple[str, int, str]  # host, port and token
 
 
@@ -221,7 +173,7 @@ class _Meeting:
                 nonce = secrets.token_hex(16)
                 await self._open("", 0, f"{self.token}\n{nonce}")
                 assert self.hub is not None
-                notice = _Notice(boot_id(), (outward_host(), socket.gethostname()), self.hub.port, nonce)
+                notice = Notice.of(self.hub.port, nonce)
                 try:
                     notice.write(place.path)
                 except OSError as error:
@@ -279,14 +231,11 @@ class _Meeting:
                 return [(host, port, self.token + secret) for port in ports]
             case FilePlace(path=path):
                 try:
-                    notice = _Notice.read(path)
+                    notice = Notice.read(path)
                 except (OSError, ValueError) as error:
                     self.last_seen = str(error)
                     return []
-                hosts = (
-                    ("127.0.0.1", *notice.hosts) if notice.boot_id == boot_id() else notice.hosts
-                )  # the likeliest first
-                return [(host, notice.port, f"{self.token}\n{notice.nonce}") for host in hosts]
+                return [(host, notice.port, f"{self.token}\n{notice.nonce}") for host in notice.likely_hosts]
 
     async def _too_late(self) -> OperationTimeout:
         """Return the error that names the missing ranks, if they are known."""

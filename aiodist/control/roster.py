@@ -28,14 +28,19 @@ class Exit:
     """Exit code that the rank reported, or None, as for a killed process."""
     host: int | None = None
     """Rank that was lost together with this hub, or None."""
+    name: str = ""
+    """Name of the rank in messages, or "" for its number."""
+    number: int | None = None
+    """Number of the rank in its own job if it is another job's, or None."""
 
     def error(self) -> PeerLost | RemoteError:
         """Return the exception for this exit: `RemoteError` if a traceback is known, otherwise `PeerLost`."""
-        who = "the hub" if self.rank == HUB else f"rank {self.rank}"
+        who = self.name or ("the hub" if self.rank == HUB else f"rank {self.rank}")
+        rank = self.rank if self.number is None else self.number
         if not self.traceback:
-            return PeerLost(f"{who} left: {self.cause}", lost=self.rank)
+            return PeerLost(f"{who} left: {self.cause}", lost=rank)
         message = f"{who} failed: {self.cause}\n{self.traceback}"
-        return RemoteError(message, raised_by=self.rank, traceback=self.traceback)
+        return RemoteError(message, raised_by=rank, traceback=self.traceback)
 
 
 class Roster:

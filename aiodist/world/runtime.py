@@ -10,6 +10,7 @@ import sys
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -38,6 +39,9 @@ _QUIET = (CommunicatorAborted, GeneratorExit, TimeoutError)
 """Ends of a world without its program that are no failure: aborted, dropped, or not closed by the others."""
 
 T = TypeVar("T")
+
+current_world: ContextVar[Communicator | None] = ContextVar("aiodist_world", default=None)
+"""World that this task, or the task that made it, has opened last and not closed, or None."""
 
 
 @renamed(report="report_after", lag="report_lag_over")
@@ -186,6 +190,8 @@ async def opened(
         process, patience = os.getpid(), None
         try:
             comm = await life.open()
+            outer = current_world.get()
+            current_world.set(comm)
             try:
                 yield comm
             except GeneratorExit:  # the loop is closed
@@ -194,6 +200,7 @@ async def opened(
                     raise
                 patience = limits.forgotten
             if os.getpid() == process:  # else a forked child leaves the block
+                current_world.set(outer)
                 async with asyncio.timeout(patience):
                     await life.close()
         except BaseException as error:

@@ -42,6 +42,23 @@ from aiodist.ps import Adagrad
 ps = await stack.enter_async_context(aiodist.ParameterServer(coll))
 loader = [(torch.randint(0, 99, (4, 8)), torch.randn(4, 2))] * 2
 """
+BRIDGE = """
+import asyncio
+door = await stack.enter_async_context(aiodist.listen("weights"))
+accepting = asyncio.ensure_future(door.accept())
+bridge = await stack.enter_async_context(aiodist.connect("weights"))
+model = torch.nn.Linear(8, 1)
+"""
+ENDING = """
+import asyncio
+door = await stack.enter_async_context(aiodist.listen("weights"))
+model = torch.nn.Linear(8, 1)
+await door.publish(model.state_dict())
+async def end():
+    await door.accept()
+    await door.aclose()
+ending = asyncio.ensure_future(end())
+"""
 NET_METHODS = (
     *("ModuleLike.state_dict", "ModuleLike.load_state_dict"),
     *(f"DataParallel.{name}" for name in ("configure", "step", "submit", "backward", "backward_iter", "no_sync")),
@@ -94,6 +111,13 @@ first = second = lambda: net(torch.tensor([1, 2])).sum()
     **dict.fromkeys(("LocalSGD", "LocalSGD.create"), NET),
     **dict.fromkeys(("PipelinedOptimizer", "PipelinedOptimizer.create"), NET),
     **dict.fromkeys(("ShardedOptimizer", "ShardedOptimizer.create"), NET),
+    "listen": NET,
+    "connect": ENDING,
+    "Door.accept": BRIDGE.replace("accepting =", "#").replace("bridge =", "other ="),
+    "Bridge.send": BRIDGE,
+    "Bridge.recv": BRIDGE + "sending = (await accepting).send(torch.ones(3), 0)",
+    "Bridge.publish": NET + BRIDGE + "step = 1",
+    "Bridge.subscribe": ENDING + 'bridge = await stack.enter_async_context(aiodist.connect("weights"))',
     "HostStream": "step, batch = torch.sum, torch.ones(3)",
 }
 """The code before each sample."""
@@ -140,6 +164,7 @@ def test_t4_each_sample_is_known() -> None:
 def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, texts = known()[name]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where two jobs meet
     if name in ALONE:
         alone = eval(compile(texts[0], name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {"__name__": "__main__"})
         if alone is not None:

@@ -25,7 +25,7 @@ MODULES = (
     "aiodist",
     *(
         f"aiodist.{name}"
-        for name in ("checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing")
+        for name in ("bridges", "checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing")
     ),
 )
 LISTED = Path(__file__).with_name("public.txt")
