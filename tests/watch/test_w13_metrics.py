@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,9 +61,14 @@ def parsed(text: str) -> Numbers:
     return found
 
 
-def scrape(port: int) -> Numbers:
+def fetch(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        return parsed(answer.read().decode())
+        text: str = answer.read().decode()
+        return text
+
+
+def scrape(port: int) -> Numbers:
+    return parsed(fetch(port))
 
 
 def of(numbers: Numbers, name: str, **labels: object) -> dict[str, float]:
@@ -426,6 +432,25 @@ def test_w13_a_missing_package_is_an_error_before_ranks_start(
     assert f"pip install 'aiodist[{extra}]'" in capsys.readouterr().err
     with pytest.raises(BackendUnavailable):
         Target.parse(where, otlp=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+async def test_w13_promtool_finds_nothing_to_improve(coll: Communicator) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool, of Prometheus, is not installed")
+    with measured(coll, "0") as port:
+        async with ParameterServer(coll, {"w": torch.zeros(3)}) as ps:
+            await ps.push("w", torch.ones(3))
+        if coll.rank == 0:
+            text = await asyncio.to_thread(fetch, port)
+            words = [promtool, "check", "metrics"]
+            done = await asyncio.to_thread(
+                subprocess.run, words, input=text, capture_output=True, text=True, check=False
+            )
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        await coll.barrier()
 
 
 # --- OTLP ------------------------------------------------------------------------------------------------------------
