@@ -183,6 +183,13 @@ def run(  # noqa: PLR0913 - one for each option
     stragglers: Annotated[
         bool, typer.Option("--stragglers", help="Print at the end which rank the others waited for, and how long.")
     ] = False,
+    debug: Annotated[
+        str,
+        typer.Option(
+            metavar="RANK[:PORT]",
+            help="Let debugpy wait on RANK for a debugger, at 127.0.0.1:5678 or PORT; deadlines of the job are off.",
+        ),
+    ] = "",
     report: Annotated[bool, typer.Option("--report", hidden=True)] = False,
 ) -> None:
     """Run SCRIPT on N ranks, on this host or several.
@@ -190,7 +197,7 @@ def run(  # noqa: PLR0913 - one for each option
     The exit code is the first that is not zero, or 128 + n for signal n.
     """
     from aiodist.launch import job
-    from aiodist.launch.commands import Job, elastic_range
+    from aiodist.launch.commands import Job, debug_place, elastic_range
     from aiodist.launch.discover import command_of
     from aiodist.watch.exposition import Target
     from aiodist.watch.merging import prepare
@@ -208,6 +215,8 @@ def run(  # noqa: PLR0913 - one for each option
     own = [] if pin is None else [f"AIODIST_PIN={int(pin)}"]
     if stragglers:
         own.append("AIODIST_STRAGGLERS=1")
+    if debug:
+        own.append("AIODIST_DEBUG=1")
     if trace is not None:
         prepare(trace)
         own.append(f"AIODIST_TRACE={trace.resolve()}")
@@ -233,6 +242,7 @@ def run(  # noqa: PLR0913 - one for each option
         hosts=where,
         rsh=rsh,
         iface=iface,
+        debug=debug_place(debug),
     )
     try:
         code = asyncio.run(job.run(todo))

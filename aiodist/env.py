@@ -149,6 +149,10 @@ class Environment:
     """Place of the metrics: a port, a folder or "otlp", or None."""
     otlp_interval: float | None
     """Time between two exports by OTLP, in seconds, or None if no variable of OpenTelemetry names a receiver."""
+    debug: bool
+    """True if deadlines and reports are off, since a debugger may stop a rank at any time (AIODIST_DEBUG=1)."""
+    terminal: str
+    """Terminal of the launcher, in the form of `terminal.lendable`, or "" without one."""
     variables: Mapping[str, str] = field(repr=False)
     """All variables, for the rendezvous, which reads those of torchrun and Slurm."""
 
@@ -180,6 +184,8 @@ class Environment:
             stragglers=_flag(environ, "AIODIST_STRAGGLERS"),
             metrics=environ.get("AIODIST_METRICS") or None,
             otlp_interval=otlp_interval(environ),
+            debug=_flag(environ, "AIODIST_DEBUG"),
+            terminal=environ.get("AIODIST_TERMINAL", ""),
             variables=dict(environ),
         )
 

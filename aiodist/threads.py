@@ -28,6 +28,10 @@ class OwnThread(threading.Thread):
     The thread affects the program only by ends of operations and by messages, which the check counts.
     """
 
+    # debugpy stops all threads at a breakpoint except those with these flags. Other ranks need answers meanwhile.
+    pydev_do_not_trace = True
+    is_pydev_daemon_thread = True
+
     def __init__(self, name: str, run: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
         super().__init__(name=name, target=run, args=args, daemon=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from contextvars import Token
 from math import inf
 from types import TracebackType
@@ -14,6 +15,7 @@ from aiodist.handles.handle import Handle
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
 from aiodist.handles.state import Note, current_deadline, plight, unfinished
+from aiodist.pauses import deadline_clock
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
@@ -35,7 +37,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self.ends: dict[Deadline, tuple[float, float]] = {}
-        """Begin and end of each block, in seconds of the loop's clock."""
+        """Begin and end of each block, by `loop_time`."""
         self.watchers: WeakSet[Watcher] = WeakSet()
 
     @classmethod
@@ -49,12 +51,30 @@ class Scopes:
             watcher.hurry()
 
 
+def loop_time(loop: asyncio.AbstractEventLoop) -> float:
+    """Return the loop's time without pauses, in seconds: the time of deadlines and reports (any thread)."""
+    return loop.time() - deadline_clock.paused()
+
+
+async def wait_within(futures: Collection[asyncio.Future[Any]], seconds: float) -> None:
+    """Wait until all `futures` are done, but at most `seconds`, without pauses."""
+    loop = asyncio.get_running_loop()
+    left, ends = seconds, loop_time(loop) + seconds
+    while True:
+        await asyncio.wait(futures, timeout=deadline_clock.pause_until(left))
+        left = ends - loop_time(loop)
+        if left <= 0 or all(future.done() for future in futures):
+            return
+
+
 class Deadline:
     """`asyncio.timeout` whose error names the operations pending inside and the late ranks."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = check_timeout(seconds, least=-inf)  # a negative number ends the block immediately
-        self._timeout = asyncio.timeout(self._seconds)
+        self._timeout = asyncio.timeout(None)
+        self._ends = inf
+        self._timer: asyncio.TimerHandle | None = None
         self._token: Token[Note | None] | None = None
         self._outer: Note | None = None
         self._seen: list[Handle[Any]] = []
@@ -72,10 +92,21 @@ class Deadline:
     def _announce(self, seconds: float) -> None:
         scopes = self._scopes = Scopes.of(Progress.current())
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        scopes.ends[self] = (now, now + seconds)
+        now = loop_time(loop)
+        self._ends = now + seconds
+        scopes.ends[self] = (now, self._ends)
+        self._check()
         if seconds < SHORT_SECONDS and scopes.watchers:
             self._halfway = loop.call_later(seconds / 2, scopes.hurry)
+
+    def _check(self) -> None:
+        """End the block if its time has passed, or check again then."""
+        loop = asyncio.get_running_loop()
+        left = self._ends - loop_time(loop)
+        if left > 0:
+            self._timer = loop.call_later(deadline_clock.pause_until(left), self._check)
+        else:
+            self._timeout.reschedule(loop.time())
 
     def _note(self, handle: Handle[Any]) -> None:
         self._seen.append(handle)
@@ -89,8 +120,9 @@ class Deadline:
             current_deadline.reset(self._token)
         if self._scopes is not None:
             self._scopes.ends.pop(self, None)
-        if self._halfway is not None:
-            self._halfway.cancel()
+        for timer in (self._halfway, self._timer):
+            if timer is not None:
+                timer.cancel()
         try:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError as caught:

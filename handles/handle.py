@@ -30,6 +30,7 @@ from aiodist.handles.state import (
     waits_of,
 )
 from aiodist.handles.tracing import tracing
+from aiodist.pauses import deadline_clock
 from aiodist.threads import Waiting
 from aiodist.types import check_timeout
 
@@ -179,7 +180,7 @@ class Handle(_core.Handle, Generic[T]):
         # at least one of the two threads sees the write of the other.
         if self._status is not _PENDING:
             self._progress.post(self._notify)
-        elif self._expires is not None and self._expires <= monotonic():
+        elif self._expires is not None and self._expires <= deadline_clock.now():
             self._progress.post(self._tell_late)
 
     def _remove_waiter(self, waiter: Waiter) -> None:
@@ -275,7 +276,7 @@ class Handle(_core.Handle, Generic[T]):
         Unlike `wait`, the call raises no error of the operation, and retrieves no outcome. For an operation in a lane,
         `looks` lets the thread poll for a moment before each sleep.
         """
-        until = None if timeout is None else monotonic() + timeout
+        until = None if timeout is None else deadline_clock.now() + timeout
         with Waiting(self._offers_work, limited=until is not None):
             return self._block_until(until, looks)
 
@@ -285,7 +286,7 @@ class Handle(_core.Handle, Generic[T]):
         The calling thread counts as waiting without limit, or until the deadline of the operation.
         """
         with Waiting(self._offers_work, limited=self._expires is not None):
-            while not self._block_until(monotonic() + _LOOK_SECONDS, looks=True):
+            while not self._block_until(monotonic() + _LOOK_SECONDS, True, monotonic):
                 if gone():
                     return False
         return True
@@ -298,21 +299,22 @@ class Handle(_core.Handle, Generic[T]):
             or (self._event is not None and self._event.is_set())
         )
 
-    def _block_until(self, until: float | None, looks: bool) -> bool:
+    def _block_until(self, until: float | None, looks: bool, now: Callable[[], float] = deadline_clock.now) -> bool:
+        """Block until the handle is done, or until that time of the clock `now`."""
         if not self._progress.counts_waits:
-            return self._sleep_until(until, looks)
+            return self._sleep_until(until, looks, now)
         waits, began = waits_of(self), perf_counter()
         try:
-            return self._sleep_until(until, looks)
+            return self._sleep_until(until, looks, now)
         finally:
             add_wait(waits, began)
 
-    def _sleep_until(self, until: float | None, looks: bool) -> bool:
+    def _sleep_until(self, until: float | None, looks: bool, now: Callable[[], float]) -> bool:
         while self._in_lane:  # this thread polls the lane, since no other thread may be running
-            left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
-            if left <= 0:
+            nap = _SLEEP_SECONDS if until is None else min(until - now(), _SLEEP_SECONDS)
+            if nap <= 0:
                 return not self._is_pending
-            if self._sleep(left) if looks else self._rest(left):
+            if self._sleep(nap) if looks else self._rest(nap):
                 return True
         with _event_lock:  # two threads must not each create an event
             if self._event is None:
@@ -322,8 +324,10 @@ class Handle(_core.Handle, Generic[T]):
             if self._finisher is not None:
                 event.set()  # this thread counts as running, see `_offers_work`
             finish(self)
-            if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
-                return self._status is not _PENDING
+            left = None if until is None else until - now()
+            if self._status is _PENDING and left is not None and left <= 0:
+                return False
+            event.wait(None if left is None else deadline_clock.pause_until(left))
             event.clear()
         event.set()  # for other threads that wait for the event
         return True
@@ -478,7 +482,7 @@ class Handle(_core.Handle, Generic[T]):
 
 def _block(handle: Handle[Any], timeout: float | None) -> None:
     """Block this thread until the handle is done. Raise `OperationTimeout` after `timeout`, or at the deadline."""
-    left = None if handle._expires is None else max(0.0, handle._expires - monotonic())
+    left = None if handle._expires is None else max(0.0, handle._expires - deadline_clock.now())
     if (given := check_timeout(timeout, least=-inf)) is not None:
         left = given if left is None else min(left, given)
     polled = not handle._in_lane

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aiodist.handles.account import Account
 from aiodist.handles.handle import Handle
 from aiodist.handles.state import HandleFence, HandleStatus, Waiter, details, error_of, late_ranks, plight, unfinished
+from aiodist.pauses import deadline_clock
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -149,4 +149,4 @@ def was_looked_at(handle: Handle[Any]) -> bool:
 
 def seconds_left(handle: Handle[Any]) -> float | None:
     """Return the seconds until the handle's own deadline, or None if no deadline is to come."""
-    return None if handle._expires is None else handle._expires - monotonic()
+    return None if handle._expires is None else handle._expires - deadline_clock.now()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from aiodist.handles.handle import Handle, finish
 from aiodist.handles.internals import reject_pending
 from aiodist.handles.state import HandleFence, HandleStatus
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
+from aiodist.pauses import deadline_clock
 from aiodist.types import check_timeout
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Operation(Generic[T]):
         check_timeout(seconds)
         seconds = float(seconds)  # a number of numpy may have fewer digits than the sum needs
         handle = self.handle
-        handle._expires = monotonic() + seconds
+        handle._expires = deadline_clock.now() + seconds
         if late is not None:
             handle._late = late
         handle._progress.on_loop(handle._progress.timers.add, handle, handle._expires, seconds)

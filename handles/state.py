@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from threading import get_ident
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, Final, Protocol, cast
 
 from aiodist import _core
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
+from aiodist.pauses import deadline_clock
 
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 
@@ -92,7 +93,7 @@ def error_of(handle: _core.Handle) -> BaseException | None:
 
 def expired(handle: _core.Handle) -> OperationTimeout | None:
     """Return the error if the deadline has passed, and remove the deadline, so that the next wait has none."""
-    if handle._expires is None or monotonic() < handle._expires:
+    if handle._expires is None or deadline_clock.now() < handle._expires:
         return None
     handle._expires = None
     return lateness(handle)

@@ -6,9 +6,10 @@ import asyncio
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from time import monotonic
 from typing import Protocol
 from weakref import ref
+
+from aiodist.pauses import deadline_clock
 
 _FINAL = ("close", "aclose")
 """Calls that close a communicator."""
@@ -66,7 +67,7 @@ class Timers(Quiet):
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, handle: Expiring, expires: float, seconds: float) -> None:
-        """Call `handle._tell_late` at `expires` of `monotonic`, `seconds` after the issue (loop's thread)."""
+        """Call `handle._tell_late` at `expires` of the deadline clock, `seconds` after the issue (loop's thread)."""
         if len(self._heap) >= self._limit:
             self._clear()
         heappush(self._heap, (expires, next(self._count), ref(handle)))
@@ -89,10 +90,11 @@ class Timers(Quiet):
         if self._timer is not None:
             self._timer.cancel()
         self._due = expires
-        self._timer = self._loop.call_later(max(0.0, expires - monotonic()) + _SLACK_SECONDS, self._fire)
+        left = deadline_clock.pause_until(expires - deadline_clock.now())
+        self._timer = self._loop.call_later(left + _SLACK_SECONDS, self._fire)
 
     def _fire(self) -> None:
-        now = monotonic()
+        now = deadline_clock.now()
         self._timer, self._due = None, inf
         while self._heap and self._heap[0][0] <= now:
             handle = heappop(self._heap)[2]()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.futures import Future
 from aiodist.backends.base import PeerGone
 from aiodist.errors import AiodistError, OperationTimeout, PeerLost
 from aiodist.handles import Handle, Posted, PostedOperation, internals
+from aiodist.pauses import deadline_clock
 from aiodist.threads import Worker
 
 _EXIT_SECONDS = 30.0
@@ -107,13 +107,13 @@ class HandleWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the results are there. On a CUDA device, order the current stream after the operation."""
         seconds = timeout.total_seconds() if timeout else self._timeout
-        until = None if seconds is None or len(self._handles) == 1 else monotonic() + seconds
+        until = None if seconds is None or len(self._handles) == 1 else deadline_clock.now() + seconds
         try:
             for handle in self._handles:
                 if internals.fence_of(handle) is not None:
                     handle.wait_stream()
                 else:
-                    handle.wait(seconds if until is None else max(0.0, until - monotonic()))
+                    handle.wait(seconds if until is None else max(0.0, until - deadline_clock.now()))
         except OperationTimeout as error:  # gloo's words, which programs search for
             raise dist.DistBackendError(f"{error.op}: Timed out waiting {1e3 * (seconds or 0):g}ms: {error}") from error
         except AiodistError as error:

@@ -7,6 +7,7 @@ issue the same collectives in the same order, except named ones. The algorithms 
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -247,6 +248,41 @@ class Communicator(SharedMemoryCalls, Reductions, Movement, Objects, Elsewheres)
         communicators a level.
         """
         return _build(self, keys, form)
+
+    # --- debugging ------------------------------------------------------------------------------------------
+
+    def breakpoint(self, rank: int = 0) -> Coroutine[Any, Any, None]:
+        """Stop all ranks at this line, and open pdb on `rank`. All ranks continue together after `c`.
+
+        Every rank makes this call. At a prompt of pdb, the deadlines of all ranks of the job stand still, with the
+        reports of late ranks and the search for deadlocks. They continue with the time that was left. The event loops
+        of other ranks run meanwhile. pdb uses the terminal of `aiodist run`, or the standard input of a program alone.
+        After `n` or `s` the other ranks continue too, and the job is held again at each prompt. `q` ends the job. If
+        debugpy is attached to `rank`, it stops that rank in place of pdb.
+
+        Args:
+            rank: the rank with the debugger.
+
+        Returns:
+            A coroutine.
+
+        Raises:
+            ValueError: at the call, if `rank` is no rank of this communicator.
+            ConfigError: on await, on all ranks, if `rank` has no terminal and no debugger is attached.
+            SystemExit: on await, on all ranks, with exit code 1, after `q`.
+
+        Example:
+            ```python
+            loss = await coll.allreduce(1.0, op="mean")
+            if loss != loss:  # nan
+                await coll.breakpoint()
+            ```
+
+        Cost: that of `allgather_object` and `broadcast_object`. The page "Debugger" has an example and the limits.
+        """
+        from aiodist.communicator.debugging import debug  # loads pdb
+
+        return debug(self, check_rank(rank, self.size, "rank"), sys._getframe(1))
 
     # --- the end --------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from aiodist.errors import (
     OperationTimeout,
 )
 from aiodist.handles import Origin
+from aiodist.handles.deadline import loop_time, timeout, wait_within
 from aiodist.handles.polling import transport_lock
 from aiodist.handles.state import plight
 
@@ -141,7 +142,7 @@ class OpenCommunicators(Generic[C]):
     # --- closing -----------------------------------------------------------------------------------------------
 
     async def close(self, communicator: C, until: float) -> None:
-        """Close `communicator` after its descendants, until that time of the loop.
+        """Close `communicator` after its descendants, until that time of `loop_time`.
 
         Waits for communicators that another task closes. A communicator that is not closed in time raises
         `OperationTimeout` with its pending operations, and is aborted.
@@ -225,7 +226,7 @@ class OpenCommunicators(Generic[C]):
 
     async def _close_guest(self, guest: Guest, communicator: C, until: float) -> None:
         try:
-            async with asyncio.timeout_at(until):
+            async with timeout(_left(until)):
                 await guest.close()
         except TimeoutError:
             known, late = plight(
@@ -258,7 +259,7 @@ class OpenCommunicators(Generic[C]):
 async def _closed(communicator: Movement, closed: asyncio.Future[None], until: float) -> None:
     """Wait until another task has closed the communicator. That task raises the errors."""
     if not closed.done():
-        await asyncio.wait([closed], timeout=_left(until))
+        await wait_within([closed], _left(until))
     if not closed.done():
         text = f"communicator {communicator.name!r} is still being closed by another task"
         raise OperationTimeout(text, comm=communicator.name, op="aclose")
@@ -280,4 +281,4 @@ def _release_memory(dispatcher: Dispatcher) -> None:
 
 
 def _left(until: float) -> float:
-    return max(0.0, until - asyncio.get_running_loop().time())
+    return max(0.0, until - loop_time(asyncio.get_running_loop()))

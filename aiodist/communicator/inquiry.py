@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from aiodist.control import Channel, name_ranks
 from aiodist.handles import Progress
+from aiodist.handles.deadline import loop_time
 
 _TOPIC = "whereabouts"
 ANSWER_SECONDS = 0.3
@@ -113,8 +114,8 @@ class Inquiry:
             self.channel.unsubscribe(_TOPIC)
 
     def now(self) -> float:
-        """Return the loop's time, on any thread."""
-        return self._progress.loop.time()
+        """Return the loop's time without pauses, on any thread."""
+        return loop_time(self._progress.loop)
 
     # --- asking --------------------------------------------------------------------------------------------
 

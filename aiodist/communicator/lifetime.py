@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from aiodist.errors import (
 )
 from aiodist.handles import Handle, Progress, internals, listed
 from aiodist.handles.combinators import all_over
+from aiodist.handles.deadline import wait_within
 from aiodist.handles.state import plight
 
 _REPORT_SECONDS: Final = 2.0
@@ -105,7 +105,7 @@ class Lifetime:
         """
         pending = self.pending()
         if pending and self.refusal is None:
-            await asyncio.wait([all_over(pending, self._progress.loop)], timeout=seconds)
+            await wait_within([all_over(pending, self._progress.loop)], seconds)
             left = [handle for handle in pending if not handle.done()]
             if left:
                 known, late = plight(left)

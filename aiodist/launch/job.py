@@ -31,6 +31,7 @@ from aiodist.launch.ranks import Ranks
 from aiodist.launch.scratch import scratch_folder
 from aiodist.launch.start import Start, Stdin
 from aiodist.launch.supervisor import START_TIMEOUT, Event, Signalled, Supervisor
+from aiodist.terminal import lendable
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
@@ -48,7 +49,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         cwd = Path.cwd()
     except FileNotFoundError:
         raise LaunchError("the working directory is gone: expected one in which ranks can be started") from None
-    exports = commands.exported(job.exports, environ)
+    exports = {"AIODIST_TERMINAL": lendable(), **commands.exported(job.exports, environ)}
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
     commands.check_mpi(job, mpi)
     here = await asyncio.to_thread(_meeting_address, job)
@@ -108,7 +109,7 @@ def _starts(job: Job, mpi: Mpi | None, exports: dict[str, str], cwd: Path, pytho
     first: Stdin = "same" if mpi is None and not job.hosts else "sent"
     return [
         Start(
-            [job.program, *job.command],
+            job.command_of(rank),
             {**exports, **commands.alias_variables(job, rank, port, python_path)},
             "null" if rank else first,
             commands.folder(job, cwd),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from aiodist.errors import ConfigError
 from aiodist.frames import FrameKind
 from aiodist.launch.tracebacks import Tracebacks
+from aiodist.terminal import is_lent
 
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
@@ -25,6 +26,7 @@ _AFTER_IT = (b"YOUR APPLICATION TERMINATED WITH", b"This typically refers to a p
 _PIECE = 4096
 """Bytes that a pipe with room takes without blocking (PIPE_BUF)."""
 _LAST_WORDS = 2.0
+_LENT_SECONDS = 0.05
 """Time for a slow reader of the last output, in seconds."""
 _FDS = {FrameKind.OUT: 1, FrameKind.ERR: 2}
 
@@ -168,6 +170,9 @@ async def read_input() -> bytes:
                 return await loop.create_future()  # type: ignore[no-any-return]  # a read would stop this process
             if _may_block(0):
                 await _ready(0, loop.add_reader, loop.remove_reader)
+            if is_lent():
+                await asyncio.sleep(_LENT_SECONDS)
+                continue
             return os.read(0, 1 << 16)
         except BlockingIOError:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Finished, Ranks
 from aiodist.launch.verdict import Ending, JobVerdict, Known, Left, describe, how_left
+from aiodist.terminal import is_lent
 
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
@@ -26,6 +28,8 @@ _NOTIFIED = 2.5
 """Time in which ranks may end by themselves after the control channel has reported a failure, in seconds."""
 _MPIRUN_GRACE = 0.5
 """Time for the exits of ranks after that of their mpirun, in seconds."""
+_LENT_SECONDS = 0.1
+"""Pause between two looks if a rank uses the terminal, in seconds."""
 _TIMED_OUT = 124  # the exit code of timeout(1)
 _SIGNALLED = 128  # plus the signal's number, as in shells
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -58,8 +62,13 @@ class Supervisor:
         self._left = set(range(job.ranks))
         self._times = {"start": self._loop.time() + START_TIMEOUT}
         """Times of "start", "finish", "mpirun", "stop", "kill" and "end", by the loop's clock."""
-        if job.timeout is not None:
+        if job.debug is not None:
+            say("aiodist run: rank {} waits for a debugger at 127.0.0.1:{}".format(*job.debug))
+        elif job.timeout is not None:
             self._times["finish"] = self._loop.time() + job.timeout
+        self._has_terminal = os.isatty(0)
+        self._ticked = self._loop.time()
+        """Time of the last `_tick`, by the loop's clock."""
         self._mpirun_code = 0
         self._asked = 0.0
         """Time at which ranks were asked to stop, by the loop's clock."""
@@ -86,7 +95,9 @@ class Supervisor:
         return self._verdict.code or 0 if self.code is None else self.code
 
     def _next(self) -> float | None:
-        times = (*self._times.values(), self._verdict.due)
+        times = [*self._times.values(), self._verdict.due]
+        if "finish" in self._times and self._has_terminal:
+            times.append(self._ticked + _LENT_SECONDS)
         return min((time for time in times if time is not None), default=None)
 
     def _is_due(self, what: str, now: float) -> bool:
@@ -118,7 +129,10 @@ class Supervisor:
                 self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
 
     def _tick(self) -> None:
-        now = self._loop.time()
+        before, self._ticked = self._ticked, self._loop.time()
+        now = self._ticked
+        if "finish" in self._times and is_lent():  # the time at the prompt of a debugger does not count
+            self._times["finish"] += now - before
         if len(self._ranks.came) >= self._job.ranks:
             self._times.pop("start", None)
         # New ranks of an elastic job do not belong to the mpirun.

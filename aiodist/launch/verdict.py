@@ -207,7 +207,8 @@ class JobVerdict:
             self._suspects = {rank: suspect for rank, suspect in self._suspects.items() if suspect[1].code != 0}
             return []
         left = how_left(self._roster, ending.rank)
-        if left is not Left.CLEAN:
+        waits = self._job.debug is not None and left is Left.NEVER_JOINED  # a debugger may hold the others for long
+        if left is not Left.CLEAN and not waits:
             patience = self._job.finish_within if left is Left.NEVER_JOINED else _GOODBYE_TRAVELS
             self._suspects[ending.rank] = (now + patience, ending)
         return []

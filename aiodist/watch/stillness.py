@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 from aiodist.control import Channel
 from aiodist.handles import Progress
 from aiodist.handles.timers import is_quiet
+from aiodist.pauses import deadline_clock
 from aiodist.threads import OwnThread, is_waiting
 
 _DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
@@ -34,6 +35,8 @@ _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning",
 
 def why_not_stalled(progress: Progress, channel: Channel) -> str:
     """Return the reason why this rank may continue before its operations end, or "" (loop's thread)."""
+    if deadline_clock.stands:
+        return "a debugger holds the job"
     if progress.busy():
         return "a transfer or a device is at work"
     if channel.asks:

@@ -23,6 +23,7 @@ from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.handles import Handle, from_future
 from aiodist.handles.calls import located
+from aiodist.pauses import deadline_clock
 from aiodist.streams import CudaStream, event_handle
 from aiodist.types import renamed
 from aiodist.world.generation import RankWorld, WorldOptions
@@ -38,6 +39,7 @@ P = ParamSpec("P")
 _QUIET = (CommunicatorAborted, GeneratorExit, TimeoutError)
 """Ends of a world without its program that are no failure: aborted, dropped, or not closed by the others."""
 
+_DEBUGGED_SECONDS = 86400.0  # to meet, since ranks may wait for a debugger
 T = TypeVar("T")
 
 current_world: ContextVar[Communicator | None] = ContextVar("aiodist_world", default=None)
@@ -180,6 +182,7 @@ async def opened(
         environment = Environment.read()
         if meeting is not None:
             environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
+        limits = _patient(limits) if environment.debug else limits
         wanted = WorldOptions(limits, environment, given is None, given is None and meeting is None, **options)
         life = await _life_of(wanted, backend, given, meeting, elastic=elastic)
     except AiodistError:
@@ -210,6 +213,12 @@ async def opened(
         if os.getpid() == process:
             await life.registry.close_memory()
             await life.channel.aclose()
+
+
+def _patient(limits: Limits) -> Limits:
+    """Stop the clock of deadlines, since a debugger may stop a rank at any time. Return limits for this."""
+    deadline_clock.hold("AIODIST_DEBUG")
+    return replace(limits, rendezvous=_DEBUGGED_SECONDS)
 
 
 async def _life_of(

@@ -65,7 +65,9 @@ NET_METHODS = (
     *("DataParallel.join", "DataParallel.synchronize_buffers"),
 )
 BEFORE = {
-    **dict.fromkeys(("Communicator", "Communicator.dup", "Communicator.group", "Communicator.split"), ""),
+    **dict.fromkeys(
+        ("Communicator", *(f"Communicator.{name}" for name in ("breakpoint", "dup", "group", "split"))), ""
+    ),
     **{f"Reductions.{name}": "" for name in ("allreduce", "reduce", "reduce_scatter")},
     **{f"Movement.{name}": "" for name in ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier")},
     **dict.fromkeys(("PointToPoint.send", "PointToPoint.recv"), ""),

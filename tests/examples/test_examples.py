@@ -583,3 +583,12 @@ def test_w13_metrics(launch: Launch) -> None:
     ]
     assert [step and step[1] for step in steps] == ["10", "20", "30", "40"]
     assert [done.lines[rank][-1] for rank in range(2)] == ["rank 0: 40 steps", "rank 1: 40 steps"]
+
+
+def test_w12_a_breakpoint_without_a_terminal_shows_how_to_attach(launch: Launch) -> None:
+    done = launch(2, EXAMPLES / "breakpoint.py", mpi="none")
+    assert (done.code, done.errors) == (0, "")
+    error, *steps = done.lines[0]
+    assert "`aiodist run --debug 0 ...`" in error
+    assert steps == ["step 0: inf", "step 1: 1.683", "step 2: 1.117"]
+    assert done.lines[1] == []

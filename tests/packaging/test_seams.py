@@ -51,6 +51,7 @@ TESTED_IN = {
     "elastic": {"elastic", "launch"},
     "frames": {"control", "launch"},
     "handshake": {"control", "launch"},
+    "pauses": {"handles"},
     "schedules": {"bench", "collectives", "communicator", "lifecycle", "schedules"},
     "threads": {"handles", "streams"},
     "topology": {"communicator", "control", "launch"},
@@ -74,7 +75,7 @@ PARTS = {
     "what watches": "watch.arrivals watch.clock watch.exposition watch.jobs watch.metrics watch.shown "
     "watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
-    "handles.calls nn.buckets ps.pool threads world.isolation",
+    "handles.calls handles.deadline pauses nn.buckets ps.pool threads world.isolation",
     "the order of reductions": "schedules.direct schedules.parts",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",
 }

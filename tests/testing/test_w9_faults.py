@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,7 +180,8 @@ def test_w9_the_same_seed_ends_the_same_beside_other_threads(monkeypatch: pytest
 
     programs = [(3, FATAL), (4, FATAL), (1, ["drop", "delay"]), (2, ["drop"])]
     expected = [once(*program) for program in programs]
-    monkeypatch.setattr("aiodist.handles.operation.monotonic", lambda: time.monotonic() - random.random())
+    clock = SimpleNamespace(now=lambda: time.monotonic() - random.random())
+    monkeypatch.setattr("aiodist.handles.operation.deadline_clock", clock)
     done = threading.Event()
 
     def hold() -> None:
