@@ -6,25 +6,35 @@
 #include <stdint.h>
 #include <string.h>
 
+enum { CHECKSUM_WORDS = 4 };
+
+static inline void checksum_add(uint64_t sums[CHECKSUM_WORDS], const uint64_t words[CHECKSUM_WORDS]) {
+    for (int i = 0; i < CHECKSUM_WORDS; i++) {
+        sums[i] = (sums[i] ^ words[i]) * UINT64_C(0x9E3779B97F4A7C15);
+        sums[i] ^= sums[i] >> 32;
+    }
+}
+
 // Returns a hash of `nbytes` at `from`. Four sums take every fourth word, since one product would wait for the other.
 // Each step is invertible for a given word, so a change of one word always changes the hash.
 static inline uint64_t checksum(const void *from, size_t nbytes) {
-    enum { SUMS = 4 };
-    const uint64_t odd = UINT64_C(0x9E3779B97F4A7C15);
     const uint8_t *at = from;
-    uint64_t sums[SUMS] = {1, 2, 3, 4}, words[SUMS];
-    for (size_t left = nbytes; left > 0;) {
-        size_t step = left < sizeof words ? left : sizeof words;
-        if (step < sizeof words) memset(words, 0, sizeof words);
-        memcpy(words, at, step);
-        for (int i = 0; i < SUMS; i++) {
-            sums[i] = (sums[i] ^ words[i]) * odd;
-            sums[i] ^= sums[i] >> 32;
-        }
-        at += step, left -= step;
+    uint64_t sums[CHECKSUM_WORDS] = {1, 2, 3, 4}, words[CHECKSUM_WORDS] = {0};
+    size_t left = nbytes;
+    for (; left >= sizeof words; at += sizeof words, left -= sizeof words) {
+        memcpy(words, at, sizeof words);
+        checksum_add(sums, words);
+    }
+    if (left > 0) {
+        memset(words, 0, sizeof words);
+        memcpy(words, at, left);
+        checksum_add(sums, words);
     }
     uint64_t hash = nbytes;
-    for (int i = 0; i < SUMS; i++) hash = (hash ^ sums[i]) * odd, hash ^= hash >> 29;
+    for (int i = 0; i < CHECKSUM_WORDS; i++) {
+        hash = (hash ^ sums[i]) * UINT64_C(0x9E3779B97F4A7C15);
+        hash ^= hash >> 29;
+    }
     return hash;
 }
 

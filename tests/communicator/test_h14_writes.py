@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -302,15 +302,45 @@ async def _wait(handle: Any) -> None:
 
 @pytest.mark.ranks(2, backend="shm")
 async def test_h14_lanes_report_and_spare_as_programs_do(coll: Communicator) -> None:
+    await _all_backends_alike(coll, (3, 1000, 50_000))
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo"))
+async def test_h14_libraries_report_and_spare_as_programs_do(coll: Communicator) -> None:
+    await _all_backends_alike(coll, (3, 50_000, 3_000_000))
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2, backend=("shm", "gloo"))
+async def test_h14_threads_may_write_as_soon_as_a_handle_is_done(coll: Communicator) -> None:
     warnings.simplefilter("error")
-    for n in (3, 1000, 50_000):
+    other = await coll.dup(thread=True)
+    await asyncio.to_thread(_write_when_done, other)
+    await other.aclose()
+
+
+def _write_when_done(coll: Communicator) -> None:
+    for n in (3, 5_000, 2_000_000):
+        t = torch.ones(n)
+        for _ in range(40):
+            handle = coll.allreduce(t)
+            while not handle.done():
+                pass
+            t.fill_(1)
+            assert handle.wait() is t
+
+
+async def _all_backends_alike(coll: Communicator, sizes: Sequence[int]) -> None:
+    warnings.simplefilter("error")
+    for n in sizes:
         for kind in ("allreduce", "allgather", "allreduce out", "broadcast"):
             for first in range(coll.size):
                 for right in (False, True):
-                    await _in_lane(coll, kind, n, first, right)
+                    await _in_turn_or_right(coll, kind, n, first, right)
 
 
-async def _in_lane(coll: Communicator, kind: str, n: int, first: int, right: bool) -> None:
+async def _in_turn_or_right(coll: Communicator, kind: str, n: int, first: int, right: bool) -> None:
     t = torch.ones(n + right)[:n]  # a slice, with a write to the rest, is right
     rest = torch.as_strided(t, (1,), (1,), n) if right else t
     issue: Callable[[], Any] = {
