@@ -68,7 +68,7 @@ JUDGES: Mapping[str, Judge] = MappingProxyType(
         "FSDP2": Judge(f"{_EXAMPLES}/FSDP2/example.py"),
         "FSDP2 --dcp-api": Judge(f"{_EXAMPLES}/FSDP2/example.py", "--dcp-api --explicit-prefetching"),
         "tensor_parallel_example": Judge(f"{_EXAMPLES}/tensor_parallelism/tensor_parallel_example.py", sizes=(2,)),
-        "sequence_parallel_example": Judge(f"{_EXAMPLES}/tensor_parallelism/sequence_parallel_example.py"),
+        "sequence_parallel_example": Judge(f"{_EXAMPLES}/tensor_parallelism/sequence_parallel_example.py", sizes=(2,)),
         "imagenet --dummy": Judge(
             "examples/imagenet/main.py", "--dummy --dist-url env:// --epochs 1 -j 0 -b 4 --no-accel", name="nccl"
         ),
@@ -206,4 +206,4 @@ def test_t8_lightning_passes_where_gloo_passes(judges: Path, tmp_path: Path) -> 
             for case in ElementTree.parse(report).iter("testcase")
         }
     assert ends["AiodistProcessGroup"] == ends["ProcessGroupGloo"]
-    assert sum(not end for end in ends["ProcessGroupGloo"].values()) >= 14
+    assert any(not end for end in ends["ProcessGroupGloo"].values())
