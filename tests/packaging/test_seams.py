@@ -23,6 +23,7 @@ RULES = {
     "alias": "hook startup",
     "backends": "arithmetic matching shm.peers",
     "bench": "plan records timing tuning_worker",
+    "bridges": "cut",
     "checkpoints": "format parts values",
     "codecs": "gradients",
     "collectives": "choice.availability choice.selector choice.table cuda.staging hierarchical implementations "
