@@ -48,7 +48,7 @@ def test_c15_buckets_and_optimizers_keep_the_bits(ranks: int) -> None:
         async with aiodist.init(reproducible=True) as coll:
             weights = await trained(coll, "plain")
             for way in ("plain", "pipelined", "sharded"):
-                for nbytes in (1, 700, 4096):
+                for nbytes in (1, 700):
                     again = await trained(coll, way, bucket_bytes=nbytes, first_bucket_bytes=nbytes)
                     assert again == weights, (way, nbytes)
 
