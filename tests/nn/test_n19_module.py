@@ -79,7 +79,9 @@ async def test_n19_a_setting_that_is_none_is_named(coll: Communicator) -> None:
     create: Any = DataParallel.create
     with pytest.raises(TypeError, match=r"own=: use per_rank="):
         await create(Trial.Mlp(), coll, own=["0.weight"])
-    with pytest.raises(TypeError, match=r"clip_nrm: expected clip_norm, scaler, scheduler, autocast, per_rank, log, log_every$"):
+    with pytest.raises(
+        TypeError, match=r"clip_nrm: expected clip_norm, scaler, scheduler, autocast, per_rank, log, log_every$"
+    ):
         await create(Trial.Mlp(), coll, clip_nrm=1.0)
 
 
