@@ -92,8 +92,10 @@ def test_t8_a_training_comes_to_what_gloo_comes_to(tmp_path: Path, size: int) ->
     assert code == 0, output + errors
     for rank in range(size):
         theirs, ours = (torch.load(tmp_path / folder / f"{rank}.pt") for folder in ("gloo", "as"))
-        assert ours[0] == theirs[0]
-        assert all(map(torch.equal, ours[1], theirs[1]))
+        if size == 2:
+            assert ours[0] == theirs[0]
+            assert all(map(torch.equal, ours[1], theirs[1]))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # gloo adds three summands in another order
     names = [(tmp_path / folder / f"{rank}.txt").read_text() for folder in ("gloo", "as") for rank in range(size)]
     assert names[:size] == ["ProcessGroup, and in a child ProcessGroup", *["ProcessGroup"] * (size - 1)]
     assert names[size:] == [

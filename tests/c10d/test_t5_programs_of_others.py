@@ -91,17 +91,31 @@ def test_t5_torchs_own_tests(nursery: str, tmp_path: Path) -> None:
     assert sum(outcome.end == "passed" for outcome in found.values()) >= 120
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+RUN_AS = ("-m", "aiodist.cli", "run", "-n", 2, "--as", "gloo")
+
+
 @pytest.mark.thorough
 @pytest.mark.processes
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["accelerate", "lightning"])
-def test_t5_frameworks_come_to_what_gloo_comes_to(tmp_path: Path, name: str) -> None:
+def test_t8_frameworks_come_to_what_gloo_comes_to(tmp_path: Path, name: str) -> None:
+    """Unchanged under `run --as gloo`, and changed to "aiodist" under torchrun."""
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     found = {}
-    for backend in ("gloo", "aiodist"):
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        run_alone(*launch, PROGRAMS / f"with_{name}.py", backend, tmp_path)
-        found[backend] = [json.loads((tmp_path / f"{backend}-{rank}.json").read_text()) for rank in (0, 1)]
-        assert all(result.pop("backend") == backend for result in found[backend])
+    for way, backend, launch in (
+        ("gloo", "gloo", TORCHRUN),
+        ("as gloo", "gloo", RUN_AS),
+        ("aiodist", "aiodist", TORCHRUN),
+    ):
+        folder = tmp_path / way
+        folder.mkdir()
+        run_alone(*launch, PROGRAMS / f"with_{name}.py", backend, folder, seconds=130)
+        found[way] = [json.loads((folder / f"{backend}-{rank}.json").read_text()) for rank in (0, 1)]
+        assert all(result.pop("backend") == backend for result in found[way])
+        group = "ProcessGroup" if way == "gloo" else "AiodistProcessGroup"
+        assert all(result.pop("group") == group for result in found[way])
     assert found["aiodist"] == found["gloo"]
+    assert found["as gloo"] == found["gloo"]
     assert all(len(result["losses"]) > 8 for result in found["gloo"])

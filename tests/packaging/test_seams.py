@@ -15,7 +15,11 @@ from tests.packaging.test_public import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 SEAMS = sorted(f"aiodist.testing.seams.{path.stem}" for path in (ROOT / "aiodist/testing/seams").glob("[a-z]*.py"))
-PUBLIC = {*MODULES, *SEAMS, *(f"aiodist.{name}" for name in ("c10d", "communicator", "compat.mpi", "errors", "types"))}
+PUBLIC = {
+    *MODULES,
+    *SEAMS,
+    *(f"aiodist.{name}" for name in ("c10d", "c10d.lightning", "communicator", "compat.mpi", "errors", "types")),
+}
 MACHINERY = {"asyncio", "concurrent", "mmap", "multiprocessing", "queue", "select", "socket", "subprocess", "threading"}
 """Modules that no module of rules imports."""
 RULES = {

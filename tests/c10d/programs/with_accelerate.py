@@ -16,11 +16,12 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import aiodist.c10d  # noqa: F401
-
 
 def main(backend, folder):
-    dist.init_process_group(backend)
+    if backend == "aiodist":
+        import aiodist.c10d  # noqa: F401
+
+        dist.init_process_group(backend)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.use_distributed
     set_seed(0)
@@ -59,7 +60,7 @@ def main(backend, folder):
         accelerator.wait_for_everyone()
     assert again
     found = {"losses": losses, "seen": seen, "padded": padded, "mean": mean, "words": words}
-    text = json.dumps({**found, "backend": dist.get_backend()})
+    text = json.dumps({**found, "backend": dist.get_backend(), "group": type(dist.group.WORLD).__name__})
     (folder / f"{backend}-{dist.get_rank()}.json").write_text(text)
     accelerator.end_training()  # which destroys the process group
 

@@ -12,11 +12,8 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import aiodist.c10d  # noqa: F401
 
 warnings.simplefilter("ignore")
 
@@ -25,13 +22,13 @@ class Task(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.BatchNorm1d(32), nn.Linear(32, 4))
-        self.losses, self.backend = [], None
+        self.losses, self.backend, self.group = [], None, None
 
     def training_step(self, batch, at):
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("train", loss, sync_dist=True, on_epoch=True)
         self.losses.append(loss.item())
-        self.backend = dist.get_backend()
+        self.backend, self.group = dist.get_backend(), type(dist.group.WORLD).__name__
         return loss
 
     def validation_step(self, batch, at):
@@ -45,6 +42,11 @@ class Task(lightning.LightningModule):
 
 
 def main(backend, folder):
+    strategy = "ddp"
+    if backend == "aiodist":
+        import aiodist.c10d.lightning  # noqa: F401
+
+        strategy = "aiodist"
     rank = int(os.environ["LOCAL_RANK"])
     lightning.seed_everything(0)
     data = TensorDataset(torch.randn(53, 16), torch.randn(53, 4))
@@ -52,7 +54,7 @@ def main(backend, folder):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend=backend),
+        strategy=strategy,
         max_epochs=3,
         sync_batchnorm=False,
         accumulate_grad_batches=2,
@@ -68,7 +70,8 @@ def main(backend, folder):
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     tested = trainer.validate(task, DataLoader(data, 7), ckpt_path="best", verbose=False)
     found = {"losses": task.losses, "metrics": metrics, "tested": tested, "best": keep.best_model_score.item()}
-    (folder / f"{backend}-{rank}.json").write_text(json.dumps({**found, "backend": task.backend}))
+    text = json.dumps({**found, "backend": task.backend, "group": task.group})
+    (folder / f"{backend}-{rank}.json").write_text(text)
 
 
 if __name__ == "__main__":
