@@ -207,7 +207,7 @@ class Bridge:
             TypeError: for a value that cannot be sent; the message has its path.
             ValueError: if `version` is not above the last one.
             MismatchError: if this rank gives another `version` than rank 0.
-            PeerLost: if a rank of either job is lost.
+            PeerLost: if a rank of either job is lost; the version is published nevertheless, at a door.
 
         Example:
             ```python
@@ -217,8 +217,12 @@ class Bridge:
         Cost: a copy of size / ranks bytes on each rank, from 1 MiB on in a thread; `state` must not change meanwhile.
         Up to two more copies stay for versions in flight to each job.
         """
+        if self._leaving:
+            raise self._closed_here()
+        # Also after a loss, of which other ranks may not know yet: all ranks must publish the same number of times.
+        named = await self._versions.publish(state, version)
         self._check()
-        return await self._versions.publish(state, version)
+        return named
 
     async def subscribe(self, *, after: int = 0) -> AsyncGenerator[tuple[int, Any], None]:
         """Iterate over what the other job publishes: `async for version, state in bridge.subscribe(): ...`.

@@ -63,7 +63,10 @@ class Reading:
             self._ranks, await gather(*[comm.recv_object(rank) for rank in self._ranks]), strict=True
         ):
             version, layout, said = header
-            assert version == shipped
+            if version != shipped:
+                raise MismatchError(
+                    f"a rank of the other job sends version {version}: expected {shipped}, as rank 0 has"
+                )
             if layout is not None:
                 self._layouts[rank] = Table(layout[0]), layout[1]
             values = said if values is None else values

@@ -40,6 +40,8 @@ class Published:
     """Memory of the copy."""
     runs: list[Tensor]
     """Bytes to send, in order."""
+    asked: int | None
+    """Version that this rank's call gave, or None."""
     version: int = 0
     uses: int = 1
     """Number of transfers, and one more while this is the newest version."""
@@ -117,7 +119,7 @@ class Versions:
             runs = part.copy(blocks)
         else:
             runs = await asyncio.to_thread(part.copy, blocks)
-        published = Published(replace(part, elements=()), blocks, runs)
+        published = Published(replace(part, elements=()), blocks, runs, version)
         self._copy(number).set_result(published)
         if self._job.rank == 0:
             self._last = version or max(self._last + 1, time.time_ns() // 1_000_000)
@@ -184,7 +186,8 @@ class Versions:
             self._fail(error)
 
     def _name(self, published: Published, version: int) -> None:
-        published.version = self._last = version
+        self._last = version
+        published.version = published.asked or version  # readers refuse the parts of different versions
         before, self._newest = self._newest, published
         if before is not None:
             self._release(before)

@@ -175,15 +175,16 @@ async def test_t9_wrong_states_and_versions_are_errors(meet: Meet) -> None:
         await door.publish({"a": torch.ones(3)}, version=5)
         with pytest.raises(ValueError, match=r"version=5: expected more than 5"):
             await door.publish({"a": torch.ones(3)}, version=5)
-        if coll.rank == 0:
-            assert await door.publish({"a": torch.ones(3)}, version=6) == 6
-        else:
-            with pytest.raises(aiodist.MismatchError, match=r"version=7 on rank 1, and 6 on rank 0"):
-                await door.publish({"a": torch.ones(3)}, version=7)
+        assert await door.publish({"a": torch.ones(3)}, version=6) == 6
         assert await bridge.recv_object() == "read"
         await door.publish({"a": torch.ones(3 + coll.rank)}, version=8)
         assert await bridge.recv_object() == "read"
         assert await door.publish({"a": torch.ones(3)}) > 1_700_000_000_000  # the time in milliseconds
+        if coll.rank == 0:
+            assert await door.publish({"a": torch.ones(3)}, version=10**15) == 10**15
+        else:
+            with pytest.raises(aiodist.MismatchError, match=rf"version={2 * 10**15} on rank 1, and {10**15} on rank 0"):
+                await door.publish({"a": torch.ones(3)}, version=2 * 10**15)
 
     async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
         versions = bridge.subscribe(after=5)
@@ -199,5 +200,21 @@ async def test_t9_wrong_states_and_versions_are_errors(meet: Meet) -> None:
         with contextlib.suppress(aiodist.MismatchError):
             async for version, _ in bridge.subscribe(after=8):
                 assert version > 1_700_000_000_000
+
+    await meet(2, 1, trains, serves)
+
+
+async def test_t9_readers_refuse_the_parts_of_different_versions(meet: Meet) -> None:
+    async def trains(coll: aiodist.Communicator, door: Any) -> None:
+        bridge = await door.accept()
+        with contextlib.suppress(aiodist.MismatchError):  # on rank 1
+            await door.publish({"a": torch.full((40_000,), coll.rank)}, version=1 + coll.rank)
+        assert await bridge.recv_object() == "refused"
+
+    async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
+        with pytest.raises(aiodist.MismatchError, match="sends version 2: expected 1, as rank 0 has"):
+            await anext(bridge.subscribe())
+        for to in range(bridge.size):
+            await bridge.send_object("refused", to)
 
     await meet(2, 1, trains, serves)
