@@ -1,3 +1,3 @@
-"""The programs are for processes of their own."""
+"""The programs and fronts are for processes of their own."""
 
-collect_ignore = ["programs"]
+collect_ignore = ["fronts", "programs"]
