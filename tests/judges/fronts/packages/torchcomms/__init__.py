@@ -65,7 +65,7 @@ for _kind in RedOpType:
 
 
 class TorchWork:
-    """What a call returns."""
+    """Result of a call."""
 
     def __init__(self, works: Sequence[Any] = (), after: Callable[[], object] | None = None) -> None:
         self._works = list(works)
