@@ -65,24 +65,27 @@ def _slots(size: int) -> int:
 
 
 def _reduce(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
+    """Yield the same number of steps on all ranks, with each message in the same step on both sides.
+
+    So a list may join them with the steps of long tensors.
+    """
+    groups = range(0, size, _AT_ONCE)
     if rank != root:
-        yield step(Send(root, 0, n))
+        yield from (step(Send(root, 0, n)) if first == rank - rank % _AT_ONCE else step() for first in groups)
         return
     done: list[int] = []  # sums of complete groups of 1, 2, 4 and so on times `_AT_ONCE` ranks, the largest first
-    for group, first in enumerate(range(0, size, _AT_ONCE)):
+    for group, first in enumerate(groups):
         members = range(first, min(first + _AT_ONCE, size))
         at = [0 if peer == root else n * (1 + peer - first) for peer in members]
         receives = [Recv(peer, start, start + n) for peer, start in zip(members, at, strict=True) if peer != root]
         done.append(n * (1 + min(size, _AT_ONCE) + len(done)))
         merged = [Copy(at[0], at[0] + n, done[-1])]
-        while group & 1:
+        last = members.stop == size
+        while len(done) > 1 and (last or group & 1):
             merged += combined(done[-2:], n)
             done.pop()
             group >>= 1
-        yield step(*receives, *combined(at, n), *merged)
-    for i in range(len(done) - 1, 0, -1):
-        yield step(*combined(done[i - 1 : i + 1], n))
-    yield step(Copy(done[0], done[0] + n, 0))
+        yield step(*receives, *combined(at, n), *merged, *([Copy(done[0], done[0] + n, 0)] if last else []))
 
 
 def _in_blocks(rank: int, size: int, n: int, chunks: int, root: int | None) -> Schedule:

@@ -132,6 +132,17 @@ async def test_c15_in_lists_arenas_slices_outs_by_name_and_in_groups(coll: Commu
     await own.aclose()
 
 
+@pytest.mark.ranks(2, 3, backend="local")
+async def test_c15_lists_of_short_and_long_tensors(coll: Communicator) -> None:
+    sizes = (LONG - 1, LONG + 3, 5, LONG)
+    for op in (coll.allreduce, coll.reduce):
+        parts = [drawn(coll.size, numel, torch.float32, seed) for seed, numel in enumerate(sizes)]
+        ts = [of_ranks[coll.rank].clone() for of_ranks in parts]
+        await op(ts, impl="direct")
+        if op == coll.allreduce or coll.rank == 0:
+            assert all(same_bits(t, in_order(of_ranks)) for t, of_ranks in zip(ts, parts, strict=True))
+
+
 LAYOUTS: dict[int, list[tuple[list[list[int]], bool]]] = {
     3: [([[0, 1], [2]], True), ([[0], [1, 2]], False), ([[0], [1], [2]], True)],
     4: [([[0, 1], [2, 3]], True), ([[0, 2], [1, 3]], False), ([[0], [1, 2, 3]], False), ([[0, 1, 2], [3]], False)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,6 +49,20 @@ def test_a2_long_tensors_in_blocks(simulate: Simulation, operation: str) -> None
         for root in [None] if operation == "allreduce" else {0, size // 2, size - 1}:
             cost = cost_of(operation, "direct")(size, n, chunks=chunks)
             assert simulate.elementwise(operation, "direct", size, n, root, chunks=chunks) == cost
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "reduce"])
+def test_a2_lists_join_short_and_long_tensors(operation: str) -> None:
+    """Both sides have a message in the same step, so messages of joined schedules match by their order."""
+    for size, n, root in product((1, 2, 5, 16, 17, 40), (3, LONG), (0, 1)):
+        given = (size, n) if operation == "allreduce" else (size, n, root % size)
+        sent, received = set(), set()
+        for rank in range(size):
+            (lane,) = SCHEDULES[operation]["direct"].plan(rank, *given).lanes
+            for i, step in enumerate(lane()):
+                sent |= {(i, rank, move.peer) for move in step if isinstance(move, Send)}
+                received |= {(i, move.peer, rank) for move in step if isinstance(move, Recv)}
+        assert sent == received, given
 
 
 @pytest.mark.parametrize("name", ["ring", "tree"])
