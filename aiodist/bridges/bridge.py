@@ -238,7 +238,7 @@ class Bridge:
             The version, and the state with its tensors on the CPU, whole and in new memory.
 
         Raises:
-            RuntimeError: if another loop over this bridge is running.
+            RuntimeError: if another loop waits for a version of this bridge.
             PeerLost: if a rank of the other job is lost.
             MismatchError: if the ranks of the other job publish different tensors.
 
@@ -250,8 +250,6 @@ class Bridge:
 
         Cost: each rank receives the whole state, an equal part from each rank of the other job.
         """
-        if self._subscriptions:
-            raise RuntimeError("another loop over this bridge is running: expected one at a time")
         self._subscriptions += 1
         try:
             while True:
@@ -259,8 +257,9 @@ class Bridge:
                     raise again(self._end)
                 if not self.is_open or (received := await self._next(after)) is None:
                     return
-                after = received[0]
-                yield received
+                if received[0] > after:  # an earlier loop may have asked for an older one
+                    after = received[0]
+                    yield received
         finally:
             self._subscriptions -= 1
 
@@ -288,11 +287,14 @@ class Bridge:
             self._tell("close")
             self._readers.ending = True
             self._versions.look()
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(LINGER_SECONDS):
                     await self._parting_task()
-            self._tell("done")
-        self._finish(self._closed_here())
+            except TimeoutError:
+                pass
+            finally:
+                self._tell("done")
+                self._finish(self._closed_here())
         await self._released()
 
     async def fail(self, error: BaseException) -> None:
@@ -371,7 +373,7 @@ class Bridge:
     def _is_left(self) -> bool:
         """Return True if the other job needs nothing more, or has waited long enough."""
         exits = self._union.channel.exits()
-        return len(self._parted) == self.size or HUB in exits or any(rank in exits for rank in self._theirs)
+        return HUB in exits or all(rank in exits or rank in self._parted for rank in self._theirs)
 
     def _needs_nothing(self) -> bool:
         """Return True if this rank needs nothing more of the other job, which closes the bridge."""

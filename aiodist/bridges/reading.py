@@ -28,6 +28,7 @@ class Reading:
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()
         """Versions in flight, or None if none follows."""
         self._receiving: asyncio.Task[tuple[int, Any] | None] | None = None
+        self._awaited = False
         self._ended = False
 
     def shipped(self, version: int | None) -> None:
@@ -41,10 +42,16 @@ class Reading:
         """
         if self._ended:
             return None
+        if self._awaited:
+            raise RuntimeError("another loop waits for a version of this bridge: expected one at a time")
         if self._receiving is None:
             self._union.channel.send(self._ranks[0], TOPIC, ["want", version])
             self._receiving = asyncio.create_task(self._receive(), name="a version of a bridge")
-        received = await asyncio.shield(self._receiving)
+        self._awaited = True
+        try:
+            received = await asyncio.shield(self._receiving)
+        finally:
+            self._awaited = False
         self._receiving, self._ended = None, received is None
         return received
 
@@ -59,14 +66,11 @@ class Reading:
             return None
         comm = self._union.weights
         values = None
-        for rank, header in zip(
-            self._ranks, await gather(*[comm.recv_object(rank) for rank in self._ranks]), strict=True
-        ):
-            version, layout, said = header
+        headers = await gather(*[comm.recv_object(rank) for rank in self._ranks])
+        for number, (rank, (version, layout, said)) in enumerate(zip(self._ranks, headers, strict=True)):
             if version != shipped:
-                raise MismatchError(
-                    f"a rank of the other job sends version {version}: expected {shipped}, as rank 0 has"
-                )
+                sent = f"version {version}" if version > 0 else "no state"
+                raise MismatchError(f"rank {number} of the other job sends {sent}: expected {shipped}, as rank 0 has")
             if layout is not None:
                 self._layouts[rank] = Table(layout[0]), layout[1]
             values = said if values is None else values

@@ -21,7 +21,7 @@ from aiodist.bridges.cut import Part
 from aiodist.bridges.job import Job
 from aiodist.bridges.union import Union
 from aiodist.communicator import Communicator
-from aiodist.errors import AiodistError, MismatchError
+from aiodist.errors import AiodistError, CommunicatorClosed, MismatchError
 from aiodist.handles import Handle, gather
 
 TOPIC: Final = "bridge"
@@ -107,19 +107,18 @@ class Versions:
         """Copy the state, and return its version. See `Bridge.publish`."""
         if self._failure is not None:
             raise self._failure
-        if version is not None and version <= self._last:
-            raise ValueError(f"version={version}: expected more than {self._last}, the version published last")
-        part = Part.of(state, self._job.rank, self._job.size)
-        number = next(self._numbers)
-        return await asyncio.shield(asyncio.create_task(self._publish(number, part, version)))
+        return await asyncio.shield(asyncio.create_task(self._publish(next(self._numbers), state, version)))
 
-    async def _publish(self, number: int, part: Part, version: int | None) -> int:
-        blocks = self._spare_blocks(part)
-        if part.table.nbytes < _INLINE_BYTES or not all(t.is_cpu for t in part.elements):
-            runs = part.copy(blocks)
-        else:
-            runs = await asyncio.to_thread(part.copy, blocks)
-        published = Published(replace(part, elements=()), blocks, runs, version)
+    async def _publish(self, number: int, state: Any, version: int | None) -> int:  # noqa: ANN401
+        try:
+            published = await self._copied(state, version)
+        except Exception as error:  # the other ranks may publish this number: readers refuse version -1
+            refused = Published(Part.of(None, 0, 1), [], [], -1)
+            refused.named.cancel()
+            self._copy(number).set_result(refused)
+            if self._job.rank == 0:
+                self._job.tell("refused", number, str(error))
+            raise
         self._copy(number).set_result(published)
         if self._job.rank == 0:
             self._last = version or max(self._last + 1, time.time_ns() // 1_000_000)
@@ -131,6 +130,17 @@ class Versions:
         if version is not None and version != named:
             raise MismatchError(f"version={version} on rank {self._job.rank}, and {named} on rank 0: expected the same")
         return named
+
+    async def _copied(self, state: Any, version: int | None) -> Published:  # noqa: ANN401
+        if version is not None and version <= self._last:
+            raise ValueError(f"version={version}: expected more than {self._last}, the version published last")
+        part = Part.of(state, self._job.rank, self._job.size)
+        blocks = self._spare_blocks(part)
+        if part.table.nbytes < _INLINE_BYTES or not all(t.is_cpu for t in part.elements):
+            runs = part.copy(blocks)
+        else:
+            runs = await asyncio.to_thread(part.copy, blocks)
+        return Published(replace(part, elements=()), blocks, runs, version)
 
     def _spare_blocks(self, part: Part) -> list[Tensor]:
         """Return the memory of a version that no transfer reads, or an empty list."""
@@ -177,9 +187,13 @@ class Versions:
             while True:
                 match await self._job.heard():
                     case ["version", int(number), int(version)]:
+                        self._name(await self._copy(number), version)
+                        del self._copies[number]
+                    case ["refused", int(number), str(why)]:
                         copied = await self._copy(number)
                         del self._copies[number]
-                        self._name(copied, version)
+                        if not copied.named.done():
+                            copied.named.set_exception(MismatchError(f"rank 0 did not publish: {why}"))
                     case ["ship", int(bridge)]:
                         self._ship(bridge)
         except AiodistError as error:
@@ -230,4 +244,6 @@ class Versions:
         """End the service."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self._failure is None:
+            self._fail(CommunicatorClosed("the bridge was closed by this job"))
         self._job.close()

@@ -189,8 +189,6 @@ async def test_t9_wrong_states_and_versions_are_errors(meet: Meet) -> None:
     async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
         versions = bridge.subscribe(after=5)
         assert (await anext(versions))[0] == 6
-        with pytest.raises(RuntimeError, match="another loop over this bridge is running"):
-            await anext(bridge.subscribe())
         for to in range(bridge.size):
             await bridge.send_object("read", to)
         with pytest.raises(aiodist.MismatchError, match="ranks 0 and 1 of the other job publish different tensors"):
@@ -212,9 +210,72 @@ async def test_t9_readers_refuse_the_parts_of_different_versions(meet: Meet) -> 
         assert await bridge.recv_object() == "refused"
 
     async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
-        with pytest.raises(aiodist.MismatchError, match="sends version 2: expected 1, as rank 0 has"):
+        with pytest.raises(aiodist.MismatchError, match="rank 1 of the other job sends version 2: expected 1, as"):
             await anext(bridge.subscribe())
         for to in range(bridge.size):
             await bridge.send_object("refused", to)
+
+    await meet(2, 1, trains, serves)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+async def test_t9_a_version_that_one_rank_cannot_publish_is_no_mixture(meet: Meet, wrong: int) -> None:
+    async def trains(coll: aiodist.Communicator, door: Any) -> None:
+        bridge = await door.accept()
+        for step in (1, 2, 3):
+            state = {1} if step == 1 and coll.rank == wrong else {"a": torch.full((40_000,), step)}
+            with contextlib.suppress(TypeError if coll.rank == wrong else aiodist.MismatchError):
+                await door.publish(state)
+            if step != 2:  # the reader gets each of the two, if it was published
+                assert await bridge.recv_object() == step or wrong == 0
+
+    async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
+        if wrong == 1:
+            with pytest.raises(aiodist.MismatchError, match=r"rank 1 of the other job sends no state: expected \d+"):
+                await anext(bridge.subscribe())
+        for step in (1, 3):
+            for to in range(bridge.size):
+                await bridge.send_object(step, to)
+        if wrong == 0:
+            async for _, state in bridge.subscribe():
+                assert len(state["a"].unique()) == 1
+
+    await meet(2, 1, trains, serves)
+
+
+async def test_t9_a_loop_that_was_left_may_be_followed_by_another_one(meet: Meet) -> None:
+    async def trains(coll: aiodist.Communicator, door: Any) -> None:
+        bridge = await door.accept()
+        await door.publish({"a": torch.ones(3)}, version=5)
+        await bridge.recv_object()
+        await door.publish({"a": torch.ones(3)}, version=6)
+
+    async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
+        async for version, _ in bridge.subscribe():
+            assert version == 5
+            break
+        waiting = asyncio.ensure_future(anext(bridge.subscribe(after=5)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="another loop waits for a version of this bridge"):
+            await anext(bridge.subscribe())
+        await bridge.send_object("read", 0)
+        assert (await waiting)[0] == 6
+
+    await meet(1, 1, trains, serves)
+
+
+async def test_t9_a_close_ends_a_publish_that_waits_for_rank_0(meet: Meet) -> None:
+    async def trains(coll: aiodist.Communicator, door: Any) -> None:
+        await door.accept()
+        if coll.rank == 1:
+            publishing = asyncio.ensure_future(door.publish({"a": torch.ones(3)}))
+            await asyncio.sleep(0)
+        await door.aclose()
+        if coll.rank == 1:
+            with pytest.raises(aiodist.CommunicatorClosed, match="was closed by this job"):
+                await publishing
+
+    async def serves(coll: aiodist.Communicator, bridge: Any) -> None:
+        assert [version async for version, _ in bridge.subscribe()] == []
 
     await meet(2, 1, trains, serves)
