@@ -104,6 +104,8 @@ class Door:
         self._tasks: set[asyncio.Task[Bridge | None]] = set()
         self._bridges: list[Bridge] = []
         self._accepted: asyncio.Queue[asyncio.Task[Bridge | None] | None] = asyncio.Queue()
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[Bridge | None] | None = None
         self._failure: AiodistError = CommunicatorClosed(f"door {place.name!r} is closed")
         self._task: asyncio.Task[None]
         self._closing: asyncio.Task[None] | None = None
@@ -120,7 +122,7 @@ class Door:
                     raise ConfigError(why)
         except BaseException as error:
             if coll.rank == 0 and door._entrance is None:
-                door._job.tell("refused", str(error))
+                door._job.tell("refused", str(error) or f"rank 0 did not listen: {error!r}")
             await door._release()
             raise
         door._task = asyncio.create_task(door._serve(), name=f"door {place.name}")
@@ -148,15 +150,18 @@ class Door:
 
         Cost: none; jobs are let in while no rank accepts, too.
         """
-        while True:
-            if self._closing is not None:
-                raise self._failure
-            opening = await self._accepted.get()
-            if opening is None:
-                self._accepted.put_nowait(None)
-                raise self._failure
-            if (bridge := await asyncio.shield(opening)) is not None:
-                return bridge
+        async with self._turn:
+            while self._closing is None:
+                if self._next is None:  # else a cancelled call has left it
+                    self._next = await self._accepted.get()
+                if self._next is None:
+                    self._accepted.put_nowait(None)
+                    break
+                await asyncio.wait([self._next])
+                opened, self._next = self._next, None
+                if not opened.cancelled() and (bridge := opened.result()) is not None:
+                    return bridge
+            raise self._failure
 
     async def __aiter__(self) -> AsyncIterator[Bridge]:
         """Iterate over bridges as `accept` returns them, until the door is closed."""
@@ -193,8 +198,11 @@ class Door:
         if tasks:
             await asyncio.wait(tasks)
         self._accepted.put_nowait(None)
-        await asyncio.gather(*[bridge.aclose() if error is None else bridge.fail(error) for bridge in self._bridges])
-        await self._release()
+        try:
+            ends = [bridge.aclose() if error is None else bridge.fail(error) for bridge in self._bridges]
+            await asyncio.gather(*ends)
+        finally:
+            await self._release()
 
     async def _release(self) -> None:
         if self._entrance is not None:
@@ -227,7 +235,7 @@ class Door:
         meeting = Meeting(self.name, address, token, self._job.rank, listening, listening + size, _MEETING_SECONDS, hub)
         try:
             bridge = Bridge(meeting, await Union.of(meeting), self._versions, number)
-        except (AiodistError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - it ends this bridge, and no other one
             if self._job.rank == 0:
                 logging.getLogger("aiodist").warning("a job did not reach bridge %r: %s", self.name, error)
                 self._job.tell("failed", number)
@@ -458,7 +466,7 @@ async def _find(place: _Place, job: Job, timeout: float | None) -> Meeting:
                 "late", f"connect({place.name!r}): {found}; expected aiodist.listen({place.name!r}) in another job"
             )
         except BaseException as error:
-            job.tell("refused", str(error))
+            job.tell("refused", str(error) or f"rank 0 did not connect: {error!r}")
             raise
     try:
         # A little longer than rank 0, whose error names the cause.
@@ -503,7 +511,9 @@ async def _ask(place: _Place, job: Job, last: list[str]) -> None:
                 why = "no process listens there" if isinstance(error, ConnectionRefusedError) else str(error)
                 last[0] = f"{tcp_address(each, port)}: {why or 'no answer'}"
             else:
-                address = tcp_address(each, settings["port"])
+                # The loopback address of this host means another host to ranks elsewhere.
+                near = outward_host() if is_loopback(each) and not job.one_host else each
+                address = tcp_address(near, settings["port"])
                 job.tell("meet", address, f"{token}\n{settings['nonce']}", settings["listening"])
                 return
         await asyncio.sleep(_PAUSE)

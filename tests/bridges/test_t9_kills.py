@@ -111,6 +111,7 @@ def test_t9_a_killed_job_comes_back_while_the_other_one_lives_on(
         assert versions == sorted(set(versions)), "a version after the reconnection is newer"
         assert len(versions) >= 4
     assert f"[{sizes[side] - 1}] ended" in again
+    assert wire == "address" or os.listdir(place) == ["weights.lock"]
 
 
 @pytest.mark.thorough

@@ -179,6 +179,29 @@ async def test_t9_what_was_sent_before_a_close_is_received_and_then_calls_say_wh
     await meet(2, 2, leaves, stays)
 
 
+async def test_t9_a_rank_that_needs_nothing_more_does_not_end_the_bridge_of_the_others(meet: Meet, wire: str) -> None:
+    released = asyncio.Event()
+
+    async def leaves(coll: aiodist.Communicator, door: Any) -> None:
+        bridge = await door.accept()
+        sends = [bridge.send(torch.full((1_000_001,), n), 1) for n in range(5)]
+        await bridge.aclose()
+        await aiodist.gather(*sends)
+
+    async def stays(coll: aiodist.Communicator, bridge: Any) -> None:
+        if coll.rank == 0:
+            await until(lambda: bridge.is_released)
+            released.set()
+        else:
+            await released.wait()
+            for _ in range(50):  # the other job hears of it meanwhile
+                await asyncio.sleep(0)
+            assert [(await bridge.recv()).unique().tolist() for _ in range(5)] == [[n] for n in range(5)]
+        await coll.barrier()
+
+    await meet(1, 2, leaves, stays)
+
+
 @pytest.mark.parametrize("raises", ["listener", "caller"])
 async def test_t9_an_error_of_one_job_is_raised_in_the_other_one(tmp_path: Path, raises: str) -> None:
     async def use(coll: aiodist.Communicator, bridge: Any, role: str) -> None:
