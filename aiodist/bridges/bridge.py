@@ -219,7 +219,7 @@ class Bridge:
         """
         if self._leaving:
             raise self._closed_here()
-        # Also after a loss, of which other ranks may not know yet: all ranks must publish the same number of times.
+        # Also after a loss, since other ranks may not know of it: all ranks must publish the same number of times.
         named = await self._versions.publish(state, version)
         self._check()
         return named

@@ -36,6 +36,8 @@ from aiodist.world.runtime import current_world
 
 _MEETING_SECONDS: Final = 30.0
 """Longest wait of a listening job for all ranks of a job that has come."""
+_HUB_LINGER_SECONDS: Final = 2.0
+"""Longest wait of a closed bridge's hub for ranks that have not left, such as those of a stopped job."""
 _PAUSE: Final = 0.05
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -305,7 +307,8 @@ class _Entrance:
         nonce = secrets.token_hex(16)
         token = f"{self._token}\n{nonce}"
         listening = self._job.size
-        hub = await host(listening + size, host="127.0.0.1" if is_loopback(self._place.host) else "", token=token)
+        at = "127.0.0.1" if is_loopback(self._place.host) else ""
+        hub = await host(listening + size, host=at, token=token, linger=_HUB_LINGER_SECONDS)
         number = next(self._numbers)
         self.hubs[number] = hub
         near = "127.0.0.1" if self._job.one_host else outward_host()
