@@ -152,7 +152,7 @@ class Environment:
     debug: bool
     """True if deadlines and reports are off, since a debugger may stop a rank at any time (AIODIST_DEBUG=1)."""
     terminal: str
-    """Terminal of the launcher, in the form of `terminal.lendable`, or "" without one."""
+    """Terminal of the launcher, in the form of `terminal.lent`, or "" without one."""
     variables: Mapping[str, str] = field(repr=False)
     """All variables, for the rendezvous, which reads those of torchrun and Slurm."""
 

@@ -9,21 +9,36 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from aiodist.machine import process_table
 
 
-def lendable() -> str:
-    """Return the terminal of this process as text for `path_of` in ranks.
+@contextmanager
+def lent() -> Iterator[str]:
+    """Lend the terminal of this process to ranks in this block, as text for `path_of`.
 
-    Return "" if standard input is no terminal, or if this process is in the background of the terminal.
+    The text is "" if standard input is no terminal, or if this process is in the background of the terminal. The end
+    restores the settings of the terminal, since a rank that is killed at a prompt leaves it without echo.
     """
+    if not _is_in_foreground():
+        yield ""
+        return
+    settings = termios.tcgetattr(0)
+    try:
+        yield f"{process_table()} /proc/{os.getpid()}/fd/0"
+    finally:
+        with suppress(OSError, termios.error):  # the terminal is gone
+            if _is_in_foreground() and termios.tcgetattr(0) != settings:
+                termios.tcsetattr(0, termios.TCSANOW, settings)
+
+
+def _is_in_foreground() -> bool:
     with suppress(OSError):
-        if os.tcgetpgrp(0) == os.getpgrp():
-            return f"{process_table()} /proc/{os.getpid()}/fd/0"
-    return ""
+        return os.tcgetpgrp(0) == os.getpgrp()
+    return False
 
 
 def path_of(lent: str) -> str:
@@ -40,13 +55,14 @@ def is_lent() -> bool:
     """Return True while a rank uses the terminal of this process."""
     if not os.isatty(0):
         return False
-    fd = _open("/proc/self/fd/0")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    with suppress(OSError):  # the terminal of another user, as after su, is lent to no rank
+        fd = _open("/proc/self/fd/0")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
     return False
 
 

@@ -180,7 +180,6 @@ void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 // Records the next operation.
 void log_record(Log *, PyObject *what, origin, uint64_t nbytes);
 
-
 // Records the time of the last operation, if times are recorded.
 void log_came(Log *, uint64_t when);
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator, parts_of
+from aiodist.communicator.resources import Resources
 from aiodist.errors import CommunicatorError, DeadlockError, PeerError
 from aiodist.handles import Handle, internals
 from aiodist.handles.handle import FutureWaiter
@@ -98,8 +99,7 @@ class Binding:
         reducer.steps.keep_own(settings.per_rank)
         self.step_log = self._step_log(settings)
         """The user's callback after steps, or None without one on this rank."""
-        self._tallies = parts_of(self.coll).registry.resources.tallies
-        self._tallies[self.coll.name] = self._tally
+        self._resources.tallies[self.coll.name] = self._tally
 
     def _step_log(self, settings: StepSettings) -> StepLog | None:
         if settings.log is None:
@@ -116,9 +116,10 @@ class Binding:
             "aiodist_exposed_reduction_seconds_total": statistics.exposed_seconds,
         }
 
-    def _end_tally(self) -> None:
-        """Keep the last numbers, but not the net."""
-        self._tallies[self.coll.name] = self._tally().copy
+    @property
+    def _resources(self) -> Resources:
+        resources: Resources = parts_of(self.coll).registry.resources
+        return resources
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.shared.module).__name__} on {self.coll!r}>"
@@ -251,7 +252,7 @@ class Binding:
             if not (self.reducer.consensus.parted and isinstance(error, CommunicatorError)):
                 failed = error
         self.ended = "is closed"
-        self._end_tally()
+        self._resources.end_tally(self.coll.name)
         await self.compute.stream.aclose()
         await self.reducer.hook.aclose()
         self.reducer.release()
@@ -260,7 +261,7 @@ class Binding:
 
     def abort(self) -> None:
         self.ended = self.ended or "was aborted"  # a failed close has set it
-        self._end_tally()
+        self._resources.end_tally(self.coll.name)
         self.compute.stream.abort()
         self.reducer.hook.abort()
         self.reducer.release()

@@ -20,6 +20,9 @@ from aiodist.handles.polling import transport_lock
 if TYPE_CHECKING:
     from aiodist.topology import Topology
 
+MOST_CLOSED = 100
+"""Number of closed communicators, nets and parameter servers whose counts are kept for metrics."""
+
 
 class Resources:
     """Shared memory and CUDA devices. Makes the parts of a communicator on memory and devices."""
@@ -49,7 +52,19 @@ class Resources:
         """Waits of the ranks, by communicator, if measured."""
         self.tallies: dict[str, Callable[[], Mapping[str, float]]] = {}
         """Functions that return the numbers of nets and parameter servers for metrics, by communicator (any thread)."""
+        self._ended: dict[str, None] = {}
+        """Communicators of closed nets and parameter servers, in order."""
         self._sharing = sharing
+
+    def end_tally(self, name: str) -> None:
+        """Keep the last numbers of a closed net or parameter server, for the newest `MOST_CLOSED`."""
+        if (tally := self.tallies.get(name)) is not None:
+            self.tallies[name] = dict(tally()).copy
+            self._ended[name] = None
+        if len(self._ended) > MOST_CLOSED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self.tallies.pop(oldest, None)
 
     def repertoire(
         self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None, table: Table | None

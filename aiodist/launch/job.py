@@ -31,7 +31,7 @@ from aiodist.launch.ranks import Ranks
 from aiodist.launch.scratch import scratch_folder
 from aiodist.launch.start import Start, Stdin
 from aiodist.launch.supervisor import START_TIMEOUT, Event, Signalled, Supervisor
-from aiodist.terminal import lendable
+from aiodist.terminal import lent
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
@@ -49,13 +49,14 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         cwd = Path.cwd()
     except FileNotFoundError:
         raise LaunchError("the working directory is gone: expected one in which ranks can be started") from None
-    exports = {"AIODIST_TERMINAL": lendable(), **commands.exported(job.exports, environ)}
+    exports = commands.exported(job.exports, environ)
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
     commands.check_mpi(job, mpi)
     here = await asyncio.to_thread(_meeting_address, job)
     events: asyncio.Queue[Event] = asyncio.Queue()
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
+        exports = {"AIODIST_TERMINAL": stack.enter_context(lent()), **exports}
         beside = "rsh" if mpi is None else "mpirun"
 
         def broken(error: OSError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ _AFTER_IT = (b"YOUR APPLICATION TERMINATED WITH", b"This typically refers to a p
 _PIECE = 4096
 """Bytes that a pipe with room takes without blocking (PIPE_BUF)."""
 _LAST_WORDS = 2.0
-_LENT_SECONDS = 0.05
 """Time for a slow reader of the last output, in seconds."""
+_LENT_SECONDS = 0.05
+"""Pause between two looks if a rank uses the terminal, in seconds."""
 _FDS = {FrameKind.OUT: 1, FrameKind.ERR: 2}
 
 
@@ -172,8 +174,8 @@ async def read_input() -> bytes:
                 await _ready(0, loop.add_reader, loop.remove_reader)
             if is_lent():
                 await asyncio.sleep(_LENT_SECONDS)
-                continue
-            return os.read(0, 1 << 16)
+            elif select.select([0], [], [], 0)[0]:  # else a rank has read the line, and this read would block
+                return os.read(0, 1 << 16)
         except BlockingIOError:
             continue
         except OSError:  # standard input is closed

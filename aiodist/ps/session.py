@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import _get_running_loop
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -17,6 +17,7 @@ from torch import Tensor
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.communicator.lifetime import Lifetime
+from aiodist.communicator.resources import Resources
 from aiodist.control import disagreement
 from aiodist.errors import (
     AiodistError,
@@ -104,7 +105,7 @@ class ParameterServerSession:
         me = ServerMember(self.uid, old.size, len(settings.servers), place, worked, roles, old.saved)
         name = self.coll.name
         self._abort(CommunicatorAborted(f"parameter server {name!r} continues with other ranks", comm=name))
-        self._tallies.pop(name, None)  # the counts continue in the next ones
+        self._resources.tallies.pop(name, None)  # the counts continue in the next ones
         if self._lifetime.refusal is None:
             self.coll.abort("its parameter server continues with other ranks")
         self.parent = coll
@@ -159,7 +160,7 @@ class ParameterServerSession:
         self._lifetime.on_abort.append(self._aborted)
         parts_of(self.coll).dispatcher.watchdog.serves = True
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
-        self._tallies[self.coll.name] = self._tally
+        self._resources.tallies[self.coll.name] = self._tally
         self.refusal = None
         dispatcher, aborted = parts_of(self.coll).dispatcher, self.abort_everywhere
         self._watch = ServerWatch(
@@ -206,9 +207,9 @@ class ParameterServerSession:
         return self.server.statistics().as_metrics()
 
     @property
-    def _tallies(self) -> dict[str, Callable[[], Mapping[str, float]]]:
-        tallies: dict[str, Callable[[], Mapping[str, float]]] = parts_of(self.coll).registry.resources.tallies
-        return tallies
+    def _resources(self) -> Resources:
+        resources: Resources = parts_of(self.coll).registry.resources
+        return resources
 
     @property
     def _lifetime(self) -> Lifetime:
@@ -275,7 +276,7 @@ class ParameterServerSession:
     def _close(self, refusal: AiodistError) -> None:
         """Refuse calls, and receive nothing more."""
         self.refusal = self.refusal or refusal
-        self._tallies[self.coll.name] = self._tally().copy  # the last numbers, without the server
+        self._resources.end_tally(self.coll.name)
         self._watch.close()
         with transport_lock:
             self.context.coalescer.abort()

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
-from time import monotonic
 
 from aiodist.handles import Progress
 from aiodist.handles.stacks import line_of_thread
@@ -56,22 +55,24 @@ class _LoopWatcher(Quiet):
         self._thread.join()
 
     def _beat(self) -> None:
-        self._beaten = _now()
+        self._beaten = deadline_clock.now()
         self._came.set()
 
     def _run(self) -> None:
         while not self._closing:
             self._came.clear()
-            asked = _now()
+            asked = deadline_clock.now()
             try:
                 self._progress.loop.call_soon_threadsafe(self._beat)
             except RuntimeError:  # closed
                 return
             lines: Counter[str] = Counter()
             while not self._came.wait(self._seconds / 2) and not self._closing:
-                if _now() >= asked + self._seconds:
+                if deadline_clock.now() >= asked + self._seconds:
                     lines[line_of_thread(self._progress.thread_id)] += 1
-            blocked = (self._beaten if self._beaten >= asked else _now()) - asked  # no `_beat` after a close
+            blocked = (
+                self._beaten if self._beaten >= asked else deadline_clock.now()
+            ) - asked  # no `_beat` after a close
             if blocked >= self._seconds:
                 self._warn(blocked, lines)
             if self._closing:
@@ -82,15 +83,10 @@ class _LoopWatcher(Quiet):
     def _warn(self, seconds: float, lines: Counter[str]) -> None:
         """Warn at most once a minute, with the most frequent line of the thread."""
         self._unreported += 1
-        now = _now()
+        now = deadline_clock.now()
         if now < self._warned + _PAUSE_SECONDS:
             return
         where = next((f"at {line}" for line, _ in lines.most_common(1) if line), "by native code that held the GIL")
         more = f" ({self._unreported - 1} times more since the last warning)" if self._unreported > 1 else ""
         _log.warning("rank %d: its event loop was blocked for %.2f s %s%s", self._rank, seconds, where, more)
         self._warned, self._unreported = now, 0
-
-
-def _now() -> float:
-    """Return the time without pauses, in seconds."""
-    return monotonic() - deadline_clock.paused()

@@ -18,6 +18,7 @@ from typing import Any
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.counts import Count
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.resources import MOST_CLOSED
 from aiodist.control import Channel
 from aiodist.errors import BackendUnavailable
 from aiodist.handles import internals
@@ -27,8 +28,6 @@ from aiodist.watch.exposition import Collector, Endpoint, Otlp, Sample, Target
 
 LOOK_SECONDS = 1.0
 """Time between two looks of the thread, in seconds."""
-MOST_CLOSED = 100
-"""Number of closed communicators whose counts are kept."""
 _TOPIC = "metrics"
 _LAGS = 15  # looks
 _WRITE_LOOKS = 5  # between two files
@@ -131,7 +130,8 @@ class Meter(Quiet):
             for name, dispatcher in self._open.copy().items():
                 found += self._read(name, dispatcher)
             for name in [name for name in self._counts if name not in self._open][:-MOST_CLOSED]:
-                del self._counts[name]
+                for kind in self._counts.pop(name):
+                    self._last.pop((name, kind), None)
             for name, counts in self._counts.items():
                 for kind, count in counts.items():
                     found.append(Sample("aiodist_operations_total", count.operations, name, kind))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.commands import Job, debug_place, inherited
+from aiodist.launch.output import read_input
 from aiodist.launch.supervisor import Supervisor
+from aiodist.terminal import is_lent
 from tests.support.debug_adapter import DebugClient, free_port
 
 if TYPE_CHECKING:
@@ -154,3 +158,41 @@ async def test_w12_the_time_at_a_prompt_does_not_count_for_the_launcher(monkeypa
     assert await supervisor.watch(asyncio.Queue()) == 124
     assert time.monotonic() - began >= 0.6
     assert said == ["aiodist run: not finished within 0.2 s: rank 0"]
+
+
+async def test_w12_a_line_that_a_rank_has_read_does_not_block_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, standard_input: int
+) -> None:
+    """The rank reads between the launcher's two looks."""
+    looks: list[bytes] = []
+
+    def lent() -> bool:
+        if not looks:
+            looks.append(os.read(0, 100))
+            asyncio.get_running_loop().call_soon(os.write, standard_input, b"more\n")
+        return False
+
+    monkeypatch.setattr("aiodist.launch.output.is_lent", lent)
+    os.write(standard_input, b"c\n")
+    assert await read_input() == b"more\n"
+    assert looks == [b"c\n"]
+
+
+@pytest.fixture
+def standard_input() -> Iterator[int]:
+    """A pipe in place of standard input; the end to write."""
+    kept, (read, write) = os.dup(0), os.pipe()
+    os.dup2(read, 0)
+    yield write
+    os.dup2(kept, 0)
+    for fd in (kept, read, write):
+        os.close(fd)
+
+
+def test_w12_the_terminal_of_another_user_is_lent_to_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr("aiodist.terminal.os.isatty", lambda fd: True)
+    monkeypatch.setattr("aiodist.terminal.os.open", refused)
+    assert not is_lent()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -127,9 +128,13 @@ def test_w12_a_deadlock_is_found_after_the_prompt(run: Run) -> None:
 
 @pytest.mark.thorough
 def test_w12_a_killed_rank_releases_the_others(run: Run) -> None:
-    """Rank 1 dies at the prompt: the others learn of it, and the clock of their deadlines runs."""
+    """Rank 1 dies at the prompt: the others learn of it, their deadlines run, and keys are shown again."""
     with job(run, "plain", 3) as terminal:
+        before = terminal.settings()
         terminal.until("(Pdb) ")
-        terminal.type("import os; os.kill(os.getpid(), 9)\n")
+        pid = int(terminal.ask("import os; os.getpid()"))
+        assert terminal.settings() != before
+        os.kill(pid, signal.SIGKILL)
         assert terminal.finish() == 137, terminal.text
+        assert terminal.settings() == before
     assert "rank 1 " in terminal.text

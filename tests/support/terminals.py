@@ -7,9 +7,11 @@ import os
 import select
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Terminal", "in_terminal"]
 
@@ -27,6 +29,10 @@ class Terminal:
         self._user = user
         self._limit = limit
         self._seen = 0
+
+    def settings(self) -> list[Any]:
+        """Return the settings of the terminal, such as the echo of keys."""
+        return termios.tcgetattr(self._user)
 
     def type(self, keys: str) -> None:
         """Press these keys."""

@@ -393,6 +393,17 @@ async def test_w13_closed_communicators_are_kept_up_to_a_number(monkeypatch: pyt
             meter.close()
 
 
+async def test_w13_closed_nets_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodist.communicator.resources.MOST_CLOSED", 2)
+    async with aiodist.init() as coll:
+        names = []
+        for _ in range(4):
+            net = await DataParallel.create(nn.Linear(1, 1), coll)
+            names.append(next(reversed(parts_of(coll).registry.resources.tallies)))
+            await net.aclose()
+        assert list(parts_of(coll).registry.resources.tallies) == names[-2:]
+
+
 # --- what the user asks for ------------------------------------------------------------------------------------------
 
 
