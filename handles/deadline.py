@@ -95,7 +95,10 @@ class Deadline:
         now = loop_time(loop)
         self._ends = now + seconds
         scopes.ends[self] = (now, self._ends)
-        self._check()
+        if seconds > 0:
+            self._timer = loop.call_later(seconds, self._check)
+        else:
+            self._check()
         if seconds < SHORT_SECONDS and scopes.watchers:
             self._halfway = loop.call_later(seconds / 2, scopes.hurry)
 
