@@ -58,6 +58,7 @@ TESTED_IN = {
     "handshake": {"control", "launch"},
     "pauses": {"handles"},
     "schedules": {"bench", "collectives", "communicator", "lifecycle", "schedules"},
+    "terminal": {"launch"},
     "threads": {"handles", "streams"},
     "topology": {"communicator", "control", "launch"},
     "world": {"lifecycle", "launch", "handles"},
@@ -72,7 +73,7 @@ PARTS = {
     "bench.session bench.tuning",
     "files, and how they are written": "checkpoints.folders collectives.choice.tablefile launch.scratch",
     "the launcher and the doctor, with processes of the test": "launch.commands launch.discover elastic.sessions env "
-    "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.start launch.worker "
+    "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.start launch.worker terminal "
     "doctor.ask doctor.here doctor.hosts world.pinning",
     "the control channel, with sockets of the test": "control.link control.places frames handshake",
     "the interface that mypy compares": "elastic.rebinding",
