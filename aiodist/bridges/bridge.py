@@ -253,24 +253,19 @@ class Bridge:
         self._subscriptions += 1
         try:
             while True:
-                if self._end is not None and not isinstance(self._end, CommunicatorClosed):
-                    raise again(self._end)
-                if not self.is_open or (received := await self._next(after)) is None:
+                received = None
+                if self.is_open:
+                    with suppress(CommunicatorClosed):
+                        received = await self._reading.after(after)
+                if received is None:
+                    if self._end is not None and not isinstance(self._end, CommunicatorClosed):
+                        raise again(self._end)
                     return
                 if received[0] > after:  # an earlier loop may have asked for an older one
                     after = received[0]
                     yield received
         finally:
             self._subscriptions -= 1
-
-    async def _next(self, after: int) -> tuple[int, Any] | None:
-        try:
-            received = await self._reading.after(after)
-        except CommunicatorClosed:
-            return None
-        if received is None and self._end is not None and not isinstance(self._end, CommunicatorClosed):
-            raise again(self._end)
-        return received
 
     # --- the end -----------------------------------------------------------------------------------------------
 

@@ -413,7 +413,7 @@ async def connect(
     the block raises, the other job's calls raise `RemoteError`.
 
     Args:
-        name: as in `listen`, like `coll`, `folder` and `token`.
+        name: as in `listen`.
         coll: the communicator of this job's ranks. None is the world that this task has opened.
         timeout: longest wait for all ranks of both jobs, in seconds; None is none.
         folder: a folder that both jobs see. None is a folder of this user on this host.
