@@ -16,8 +16,8 @@ from aiodist.schedules.parts import Span, follows_ranks, merges, spans_of
 from aiodist.streams.memory import flat
 from aiodist.types import ReduceOp
 
-_BLOCK = 1 << 18
-"""Elements of all parts that are combined at a time, so that partial results stay in the caches."""
+_BLOCK = 1 << 16
+"""Elements of all parts that are combined at a time if there are partial results, so that these stay in the caches."""
 
 
 async def reduce_parts(
@@ -98,7 +98,7 @@ def _room(t: Tensor, into: Sequence[Tensor]) -> Tensor:
 
 def _combine_parts(total: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
     """Combine the parts of a node into `total`, which may be the memory of one of them."""
-    step = _BLOCK if total.is_cpu else max(total.numel(), 1)
+    step = _BLOCK if total.is_cpu and len(ts) > 2 else max(total.numel(), 1)
     flats = [flat(t) for t in ts]
     for at in range(0, total.numel(), step):
         block = total[at : at + step]
