@@ -84,6 +84,7 @@ static PyType_Spec plan_spec = {
 // --- issuing -----------------------------------------------------------------------------------------------------
 
 enum { KNOWN = 256, KNOWN_DIMS = 6 };
+enum { UNWATCHED_BYTES = 4096 };  // longest tensors whose versions are compared only if the world is strict
 
 // Key of the plan of an allreduce: dtype and shape.
 typedef struct {
@@ -400,16 +401,22 @@ typedef struct {
 
 // --- writes of the program into memory in flight ------------------------------------------------------------------
 
-// Returns the version of `tensor`, or -1 for a tensor without one. Any thread that has the GIL may call: torch's counter
-// is atomic.
-static long long version_of(const Issuer *self, PyObject *tensor) {
-    PyObject *inference = self->inference_of != NULL ? self->inference_of(tensor, NULL)
-                                                     : PyObject_CallMethodObjArgs(tensor, s_is_inference, NULL);
-    PyObject *version = inference == Py_False ? PyObject_GetAttr(tensor, s_version) : NULL;
+// Returns the version of `tensor`, or -1 if there is none. Any thread that has the GIL may call: torch's counter is atomic.
+static long long version_of(PyObject *tensor) {
+    PyObject *version = PyObject_GetAttr(tensor, s_version);
     long long number = version == NULL ? -1 : PyLong_AsLongLong(version);
-    Py_XDECREF(inference), Py_XDECREF(version);
+    Py_XDECREF(version);
     if (number < 0) PyErr_Clear();
     return number;
+}
+
+// Returns true for an inference tensor, whose version raises an error. The error would take longer than this call.
+static bool is_inference(const Issuer *self, PyObject *tensor) {
+    PyObject *inference = self->inference_of != NULL ? self->inference_of(tensor, NULL)
+                                                     : PyObject_CallMethodObjArgs(tensor, s_is_inference, NULL);
+    if (inference == NULL) PyErr_Clear();
+    Py_XDECREF(inference);
+    return inference != Py_False;
 }
 
 // Returns the checksum of the memory that the operation only reads, or 0 if there is none.
@@ -427,17 +434,21 @@ static uint64_t sum_of(const Handle *h) {
     return 0;
 }
 
-// Notes the state of the caller's tensors when the call returns. A tensor of one number is skipped, since the two reads
-// of the version take a tenth of the time of such a call.
+// Notes the state of the caller's tensors when the call returns. A short tensor is skipped unless the world is strict: the
+// comparison takes 0.2 us, a tenth of such an operation. A torch function mode of the program may run Python code here, and
+// another thread may then finish the operation, so only the arguments of the call are used after the checksum.
 static void watch(const Issuer *self, Handle *h, const call *what) {
-    PyObject *const tensors[2] = {h->tensor, h->out == NULL ? NULL : h->target};
-    for (int i = 0; i < 2; i++) {
-        bool watched = is_set(tensors[i]) && (self->strict || h->nbytes > (Py_ssize_t)sizeof(double));
-        h->versions[i] = watched ? version_of(self, tensors[i]) : -1;
-        h->forms[i] = what->forms[i];
-    }
+    PyObject *const tensors[2] = {what->tensors[0], is_set(what->tensors[3]) ? what->tensors[1] : NULL};
+    const uint64_t sizes[2] = {what->plan->nbytes, what->plan->target_nbytes};
     h->sum = self->strict ? sum_of(h) : 0;
-    h->watched = true;
+    bool watched = h->sum != 0;
+    for (int i = 0; i < 2; i++) {
+        bool compared = is_set(tensors[i]) && (self->strict || sizes[i] > UNWATCHED_BYTES) && !is_inference(self, tensors[i]);
+        h->versions[i] = compared ? version_of(tensors[i]) : -1;
+        h->forms[i] = what->forms[i];
+        watched = watched || compared;
+    }
+    h->watched = watched;
 }
 
 // Returns the tensor that the program has changed during the operation, or NULL. A new version counts if the tensor has
@@ -447,12 +458,14 @@ static PyObject *changed(const Issuer *self, const Handle *h) {
     PyObject *const tensors[2] = {h->tensor, h->target};
     const uint64_t at[2] = {(uint64_t)(uintptr_t)h->native.in, (uint64_t)(uintptr_t)h->native.out};
     for (int i = 0; i < 2; i++) {
-        if (h->versions[i] < 0 || version_of(self, tensors[i]) == h->versions[i]) continue;
+        long long version = h->versions[i] < 0 ? -1 : version_of(tensors[i]);
+        if (version < 0 || version == h->versions[i]) continue;
         dl_tensor t;
         bool whole = h->memory[i] != NULL && number_of(h->memory[i], s_nbytes) == (i == 0 ? plan->nbytes : plan->target_nbytes);
         if (whole && describe(self, tensors[i], &t) && address_of(&t) == at[i] && form_of(&t) == h->forms[i]) return tensors[i];
     }
-    return self->strict && sum_of(h) != h->sum ? h->tensor : NULL;
+    uint64_t sum = h->sum == 0 ? 0 : sum_of(h);
+    return sum != 0 && sum != h->sum ? h->tensor : NULL;  // 0: the storage has other memory now
 }
 
 // Returns a handle that owns its memory and is in the log; NULL with an exception set.

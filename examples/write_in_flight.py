@@ -3,7 +3,7 @@
 aiodist run -n 2 examples/write_in_flight.py prints
 
     a write to another row: [3.0, 3.0, 3.0]
-    by default: RuntimeWarning in line 32, used a tensor, float32[3], that the program changed
+    by default: RuntimeWarning in line 32, used a tensor, float32[2000], that the program changed
     strict: BufferInFlight
 """
 
@@ -24,7 +24,7 @@ async def right(coll: aiodist.Communicator) -> None:
 
 
 async def wrong(coll: aiodist.Communicator) -> None:
-    t = torch.full((3,), coll.rank + 1.0)
+    t = torch.full((2000,), coll.rank + 1.0)
     if coll.rank > 0:
         await coll.recv_object(0)  # rank 0 calls first, so its operation is in flight when the tensor changes
         await coll.allreduce(t)

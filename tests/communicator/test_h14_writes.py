@@ -19,6 +19,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator.base import parts_of
 from aiodist.handles import in_flight
 from aiodist.testing import run_ranks
 from tests.communicator.test_c3_versions import CALLS, ROOT
@@ -302,7 +303,7 @@ async def _wait(handle: Any) -> None:
 
 @pytest.mark.ranks(2, backend="shm")
 async def test_h14_lanes_report_and_spare_as_programs_do(coll: Communicator) -> None:
-    await _all_backends_alike(coll, (3, 1000, 50_000))
+    await _all_backends_alike(coll, (1025, 50_000))
 
 
 @pytest.mark.thorough
@@ -359,9 +360,52 @@ async def _in_turn_or_right(coll: Communicator, kind: str, n: int, first: int, r
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_h14_a_tensor_of_one_number_is_watched_only_with_strict(coll: Communicator) -> None:
-    t = torch.ones(1)
-    await in_turn(coll, 0, lambda: coll.allreduce(t), lambda: t.mul_(1))
+async def test_h14_lanes_watch_short_tensors_only_with_strict(coll: Communicator) -> None:
+    strict = await _strict(coll)
+    for n in (1, 3, 1024):
+        t = torch.ones(n)
+        await in_turn(coll, 0, lambda t=t: coll.allreduce(t), lambda t=t: t.mul_(1))
+        if coll.rank > 0:
+            await in_turn(strict, 0, lambda t=t: strict.allreduce(t), lambda: None)
+            continue
+        with pytest.raises(aiodist.BufferInFlight, match="the program changed"):
+            await in_turn(strict, 0, lambda t=t: strict.allreduce(t), lambda t=t: t.mul_(1))
+    await strict.aclose()
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_h14_strict_lanes_spare_right_programs_and_find_writes_by_numpy(coll: Communicator) -> None:
+    strict = await _strict(coll)
+    n = 300
+    right: list[Callable[[Tensor], object]] = [
+        lambda t: setattr(t, "data", torch.zeros(n)),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.resize_(2 * n),  # other memory: the small message is already sent
+        lambda t: t.untyped_storage().resize_(0),
+        lambda t: t.requires_grad_(),
+    ]
+    for change in right:
+        t = torch.ones(n)
+        await in_turn(strict, 0, partial(strict.allgather, t), partial(change, t))
+    memory = torch.zeros(3 * n)
+    for t in (torch.ones(n), memory[n : 2 * n]):
+        found = strict.rank > 0
+        try:
+            await in_turn(strict, 0, partial(strict.allgather, t), partial(_of_numpy, t))
+        except aiodist.BufferInFlight:
+            found = not found
+        assert found
+    await strict.aclose()
+
+
+async def _strict(coll: Communicator) -> Communicator:
+    """Return a copy of `coll` as in a world of `init(strict=True)`."""
+    registry = parts_of(coll).registry
+    registry.strict = True
+    try:
+        return await coll.dup()
+    finally:
+        registry.strict = False
 
 
 # --- the checksum -------------------------------------------------------------------------------------------------
