@@ -100,6 +100,7 @@ ACROSS = {
     "collectives/test_s5_staged.py": "backends.arithmetic",
     "communicator/test_c14_names.py": "backends.arithmetic backends.base",
     "communicator/test_h10_threads.py": "backends.arithmetic",
+    "communicator/test_h14_writes.py": "communicator.base",
     "communicator/test_h6_receives.py": "c10d.work",
     "communicator/test_s3_nccl.py": "backends.nccl",
     "conftest.py": "backends.nccl testing.jobs",
