@@ -364,12 +364,17 @@ async def test_h14_lanes_watch_short_tensors_only_with_strict(coll: Communicator
     strict = await _strict(coll)
     for n in (1, 3, 1024):
         t = torch.ones(n)
-        await in_turn(coll, 0, lambda t=t: coll.allreduce(t), lambda t=t: t.mul_(1))
+        double = partial(t.mul_, 2)
+        await in_turn(coll, 0, partial(coll.allreduce, t), double)
         if coll.rank > 0:
-            await in_turn(strict, 0, lambda t=t: strict.allreduce(t), lambda: None)
+            await strict.recv_object(0)
+            await strict.allreduce(t)
             continue
+        handle = strict.allreduce(t)
+        double()
+        await strict.send_object(None, 1)
         with pytest.raises(aiodist.BufferInFlight, match="the program changed"):
-            await in_turn(strict, 0, lambda t=t: strict.allreduce(t), lambda t=t: t.mul_(1))
+            await handle
     await strict.aclose()
 
 
