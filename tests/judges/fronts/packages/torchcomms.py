@@ -1,7 +1,7 @@
 """A front with the interface of torchcomms, for its own tests: its groups are aiodist's, or torch's gloo groups.
 
 FRONT_GROUP names the group, `aiodist` or `gloo`; FRONT_SOURCE the folder of torchcomms' Python files in a checkout,
-whose tests and pure modules are found below this package; FRONT_PORT the port of a store for communicators without one.
+whose tests and pure modules are found below this module; FRONT_PORT the port of a store for communicators without one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 GROUP = os.environ["FRONT_GROUP"]
-__path__.append(os.environ["FRONT_SOURCE"])
+__path__ = [os.environ["FRONT_SOURCE"]]  # makes this module a package
 _MINUTES = timedelta(minutes=10)
 Hints = dict[str, str] | None
 
