@@ -5,7 +5,9 @@ docs/design.md lists the threads. A registry has the waits, so no thread must re
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import monotonic
+from types import FrameType
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakSet
 
@@ -89,6 +92,21 @@ def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
     if wait is None:
         return any(check(thread_id) for check in library_checks)
     return not wait.ready() and (limited or not wait.limited)
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return the running frame of each thread, without a garbage collection meanwhile.
+
+    Before Python 3.12, `sys._current_frames` may collect garbage while it holds a lock of the interpreter. It then
+    hangs if a finalizer, as that of a tensor, lets another thread run that needs this lock (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 # --- queues --------------------------------------------------------------------------------------------------

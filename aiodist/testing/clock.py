@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from aiodist.handles.operation import Operation
 from aiodist.handles.polling import LoopPace, transport_lock
 from aiodist.handles.progress import Progress
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
-from aiodist.threads import is_waiting, library_checks
+from aiodist.threads import current_frames, is_waiting, library_checks
 from aiodist.watch.stillness import thread_at_work
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "aiodist-leave", "pytest_
 
 def _waits_in_library(thread_id: int) -> bool:
     """Return True if that thread is an executor's worker without work, or carries pytest-xdist's messages."""
-    frame = sys._current_frames().get(thread_id)
+    frame = current_frames().get(thread_id)
     if frame is None:
         return False
     if (frame.f_code.co_filename, frame.f_code.co_name) == (executors.__file__, "_worker"):
@@ -135,7 +134,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
             ident not in apart
             and not threads.get(ident, "").startswith(_LIBRARY_THREADS)
             and not is_waiting(ident, limited=True)
-            for ident in sys._current_frames()
+            for ident in current_frames()
         )
         return len(self.selector.get_map()) > self._own_files or at_work
 

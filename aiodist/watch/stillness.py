@@ -13,7 +13,6 @@ import functools
 import gc
 import signal
 import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Sized
@@ -24,7 +23,7 @@ from aiodist.control import Channel
 from aiodist.handles import Progress
 from aiodist.handles.timers import is_quiet
 from aiodist.pauses import deadline_clock
-from aiodist.threads import OwnThread, is_waiting
+from aiodist.threads import OwnThread, current_frames, is_waiting
 
 _DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
 """Modules with classes of threads that only draw progress bars or write files."""
@@ -67,7 +66,7 @@ def thread_at_work(progress: Progress) -> str:
         threads = {thread.ident: thread for thread in threading.enumerate()}
         # Threads of `_thread` and of libraries, such as autograd's, are only in this dict, while they run Python code.
         # Only the keys are read, no frames.
-        for ident in threads.keys() | sys._current_frames().keys():
+        for ident in threads.keys() | current_frames().keys():
             thread = threads.get(ident)
             if ident != progress.thread_id and not _is_harmless(thread) and not is_waiting(ident or 0):
                 name = f"thread {thread.name!r}" if thread else "a thread that `threading` did not start"
