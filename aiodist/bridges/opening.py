@@ -82,7 +82,7 @@ class _Place:
 
 def _world(coll: Communicator | None) -> Communicator:
     """Return `coll`, or the open world of this task."""
-    coll = current_world.get() if coll is None else coll
+    coll = current_world() if coll is None else coll
     if coll is None:
         raise ConfigError(
             "no world is open in this task: expected aiodist.init() before, or the communicator as `coll`"

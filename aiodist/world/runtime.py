@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NoReturn, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 
@@ -42,8 +43,13 @@ _QUIET = (CommunicatorAborted, GeneratorExit, TimeoutError)
 _DEBUGGED_SECONDS = 86400.0  # to meet, since ranks may wait for a debugger
 T = TypeVar("T")
 
-current_world: ContextVar[Communicator | None] = ContextVar("aiodist_world", default=None)
-"""World that this task, or the task that made it, has opened last and not closed, or None."""
+_current_world: ContextVar[ref[Communicator] | None] = ContextVar("aiodist_world", default=None)
+
+
+def current_world() -> Communicator | None:
+    """Return the world that this task, or the task that made it, has opened last and not closed, or None."""
+    world = _current_world.get()
+    return None if world is None else world()
 
 
 @renamed(report="report_after", lag="report_lag_over")
@@ -193,8 +199,8 @@ async def opened(
         process, patience = os.getpid(), None
         try:
             comm = await life.open()
-            outer = current_world.get()
-            current_world.set(comm)
+            outer = _current_world.get()
+            _current_world.set(ref(comm))  # contexts of tasks outlive the world
             try:
                 yield comm
             except GeneratorExit:  # the loop is closed
@@ -203,7 +209,7 @@ async def opened(
                     raise
                 patience = limits.forgotten
             if os.getpid() == process:  # else a forked child leaves the block
-                current_world.set(outer)
+                _current_world.set(outer)
                 async with asyncio.timeout(patience):
                     await life.close()
         except BaseException as error:
