@@ -438,7 +438,8 @@ static uint64_t sum_of(const Handle *h) {
 // comparison takes 0.2 us, a tenth of such an operation. A torch function mode of the program may run Python code here, and
 // another thread may then finish the operation, so only the arguments of the call are used after the checksum.
 static void watch(const Issuer *self, Handle *h, const call *what) {
-    PyObject *const tensors[2] = {what->tensors[0], is_set(what->tensors[3]) ? what->tensors[1] : NULL};
+    PyObject *const *given = what->tensors;
+    PyObject *const tensors[2] = {given[0], is_set(given[3]) && given[1] != given[0] ? given[1] : NULL};
     const uint64_t sizes[2] = {what->plan->nbytes, what->plan->target_nbytes};
     h->sum = self->strict ? sum_of(h) : 0;
     bool watched = h->sum != 0;

@@ -280,6 +280,7 @@ async def test_h7_errors_say_where(coll: Communicator) -> None:
 
 _LOCAL = {"abort", "aclose", "arena", "arena_empty", "availability", "print", "statistics", "to_arena_"}
 _LOCAL |= {"request_stop", "shrink", "grow"}  # these two are for elastic worlds alone
+_LOCAL |= {"breakpoint"}  # opens pdb
 _ITERATORS = {"messages"}
 
 
