@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import logging
 import os
-import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, Final, Self
 
 from aiodist.bridges.bridge import Bridge
 from aiodist.bridges.job import Job
+from aiodist.bridges.place import Place
 from aiodist.bridges.union import Meeting, Union
 from aiodist.bridges.versions import Versions
 from aiodist.communicator import Communicator, parts_of
@@ -26,11 +23,10 @@ from aiodist.control.link import Link, Listener, dial
 from aiodist.control.notice import Notice
 from aiodist.control.places import is_loopback, outward_host, tcp_address
 from aiodist.control.places import listen as listen_at
-from aiodist.control.thread import LoopThread, forget, guard
+from aiodist.control.thread import LoopThread
 from aiodist.errors import AiodistError, CommunicatorClosed, ConfigError, OperationTimeout
 from aiodist.handles.calls import located
 from aiodist.handshake import Hello, Refused
-from aiodist.machine import runtime_folder
 from aiodist.types import check_timeout
 from aiodist.world.runtime import current_world
 
@@ -39,45 +35,6 @@ _MEETING_SECONDS: Final = 30.0
 _HUB_LINGER_SECONDS: Final = 2.0
 """Longest wait of a closed bridge's hub for ranks that have not left, such as those of a stopped job."""
 _PAUSE: Final = 0.05
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place where two jobs meet: a name in a folder, or an address with a token."""
-
-    name: str
-    folder: Path | None
-    host: str = ""
-    port: int = 0
-    token: str = ""
-
-    @classmethod
-    def of(cls, name: str, folder: str | os.PathLike[str] | None, token: str | None) -> _Place:
-        """Return the place of these arguments. Raises `ConfigError` for a wrong one."""
-        where, colon, port = name.rpartition(":")
-        if colon:
-            if not port.isdecimal() or not 0 < int(port) < 65536 or not where:
-                raise ConfigError(f"{name!r}: expected a name, or host:port with a port from 1 to 65535")
-            if folder is not None:
-                raise ConfigError(f"{name!r} with folder=: expected a folder for a name only, not for host:port")
-            if not token:
-                raise ConfigError(f"{name!r} without token=: expected the same secret text in both jobs for host:port")
-            return cls(name, None, where.strip("[]"), int(port), token)
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"name {name!r}: expected letters, digits, dots, dashes and underscores, or host:port")
-        if token is not None:
-            raise ConfigError(f"{name!r} with token=: expected a token for host:port only; a name has one in its file")
-        return cls(name, runtime_folder() / "bridges" if folder is None else Path(folder))
-
-    @property
-    def file(self) -> Path:
-        """File with the address of a named listener."""
-        assert self.folder is not None
-        return self.folder / f"{self.name}.json"
-
-    def __str__(self) -> str:
-        return str(self.file) if self.folder is not None else tcp_address(self.host, self.port)
 
 
 def _world(coll: Communicator | None) -> Communicator:
@@ -94,7 +51,7 @@ def _world(coll: Communicator | None) -> Communicator:
 class Door:
     """The listening end of bridges, as `async with aiodist.listen(…) as door` gives it."""
 
-    def __init__(self, place: _Place, coll: Communicator) -> None:
+    def __init__(self, place: Place, coll: Communicator) -> None:
         self.name = place.name
         """Name or address at which the door listens."""
         self._place = place
@@ -113,7 +70,7 @@ class Door:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, place: _Place, coll: Communicator) -> Self:
+    async def open(cls, place: Place, coll: Communicator) -> Self:
         """Return an open door, on all ranks. Raises the error of rank 0 on all of them."""
         door = cls(place, coll)
         try:
@@ -251,7 +208,7 @@ class Door:
 class _Entrance:
     """Rank 0's side of a door: accepts the first rank of each job that knows the token, and opens a hub for each."""
 
-    def __init__(self, place: _Place, job: Job, sock: socket.socket, token: str) -> None:
+    def __init__(self, place: Place, job: Job, sock: socket.socket, token: str) -> None:
         self.hubs: dict[int, HostedHub] = {}
         """Hubs that no bridge has taken yet, by the number of the bridge."""
         self._place = place
@@ -264,11 +221,11 @@ class _Entrance:
         self._listener: Listener | None = None
 
     @classmethod
-    async def open(cls, place: _Place, job: Job) -> Self:
+    async def open(cls, place: Place, job: Job) -> Self:
         """Listen. Raises `ConfigError` if another door listens at the place."""
         with ExitStack() as stack:
             if place.folder is not None:
-                stack.enter_context(_locked(place))
+                stack.enter_context(place.locked())
             try:
                 sock = await listen_at(place.host, place.port, backlog=128)
             except OSError as error:
@@ -322,33 +279,6 @@ class _Entrance:
             await hub.aclose()
 
 
-@contextmanager
-def _locked(place: _Place) -> Iterator[None]:
-    """Hold the name, which the kernel frees if this process dies. Raises `ConfigError` if another door has it."""
-    path = place.file.with_suffix(".lock")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot use the folder of {place}: {error.strerror}") from error
-    guard(fd)  # a forked child would keep the name
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 200, 0).decode(errors="replace")
-            raise ConfigError(
-                f"{holder or 'another process'} listens as {place.name!r} in {place.folder} already: expected one "
-                "listener for a name; close that one, or use another name or folder"
-            ) from None
-        os.truncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
-    finally:
-        forget(fd)
-        os.close(fd)
-
-
 @asynccontextmanager
 async def listen(
     name: str,
@@ -386,7 +316,7 @@ async def listen(
 
     Cost: a thread and a socket on rank 0, and for each bridge a thread on each rank.
     """
-    door = await Door.open(_Place.of(name, folder, token), _world(coll))
+    door = await Door.open(Place.of(name, folder, token), _world(coll))
     try:
         yield door
     except (asyncio.CancelledError, GeneratorExit):
@@ -437,7 +367,7 @@ async def connect(
     Cost: about 0.1 s, and a thread on each rank.
     """
     check_timeout(timeout)
-    place, coll = _Place.of(name, folder, token), _world(coll)
+    place, coll = Place.of(name, folder, token), _world(coll)
     job, versions = Job(coll), Versions(coll)
     try:
         meeting = await _find(place, job, timeout)
@@ -456,7 +386,7 @@ async def connect(
         job.close()
 
 
-async def _find(place: _Place, job: Job, timeout: float | None) -> Meeting:
+async def _find(place: Place, job: Job, timeout: float | None) -> Meeting:
     """Return the meeting with the job that listens, on all ranks. Raises the error of rank 0 on all of them."""
     until = None if timeout is None else asyncio.get_running_loop().time() + timeout
     if job.rank == 0:
@@ -488,7 +418,7 @@ async def _find(place: _Place, job: Job, timeout: float | None) -> Meeting:
             raise ConfigError(str(decision[1]))
 
 
-async def _ask(place: _Place, job: Job, last: list[str]) -> None:
+async def _ask(place: Place, job: Job, last: list[str]) -> None:
     """Ask until a listener lets this job in; `last` gets the reason of each failure (rank 0)."""
     while True:
         try:
