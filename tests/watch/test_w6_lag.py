@@ -6,6 +6,7 @@ import inspect
 import re
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("aiodist.watch.lag.monotonic", clock)
+    monkeypatch.setattr("aiodist.watch.lag.deadline_clock", SimpleNamespace(now=clock))
     return clock
 
 
