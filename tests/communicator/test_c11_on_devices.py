@@ -69,14 +69,15 @@ async def test_h2_dropped_memory_is_not_reused_before_the_end(
 
 
 @pytest.mark.ranks(2)
-async def test_h9_a_refused_call_gives_its_slot_back(coll: Communicator, fake: FakeNccl) -> None:
+async def test_h9_a_refused_call_gives_its_slot_back(coll: Communicator, fake_nccl: NcclOnDevices) -> None:
     """The error is kept alive: with NCCL, later operations must not wait for the slot of the refused call."""
     kept = []
     for _ in range(3):
         t = torch.full((5,), coll.rank + 1.0).to(coll.device)
-        first = coll.allreduce(t, impl="nccl")
-        with pytest.raises(BufferInFlight) as refused:
-            coll.allreduce(t, impl="nccl")
+        with fake_nccl.device.paused():
+            first = coll.allreduce(t, impl="nccl")
+            with pytest.raises(BufferInFlight) as refused:
+                coll.allreduce(t, impl="nccl")
         kept.append(refused.value)
         later = coll.allreduce(torch.ones(3).to(coll.device), impl="nccl")
         async with asyncio.timeout(60):

@@ -28,9 +28,9 @@ FAILS = """import aiodist
 async def main():
     async with aiodist.init() as coll:
         if coll.rank == 1:
+            await coll.recv_object(0)  # until rank 0 has left `init`
             raise ValueError("no such file")
-
-        await coll.barrier()
+        await aiodist.gather(coll.send_object(None, 1), coll.barrier())
 
 
 aiodist.run(main)
