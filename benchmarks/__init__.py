@@ -5,6 +5,7 @@
 suite        the benchmarks with the options of `aiodist bench`, by name; worker: a rank; figures: their records
 bits         reproducible sums, over the usual ones
 reductions   collectives by size, and a copy
+results      the table of ratios; tails: the table of slow ends, over several runs
 targets, await_targets  their targets; verdicts: the table of figures and targets
 training     a training step, DDP, and a loop without communication; models; threads: the CPU time of each
 checkpointing  a checkpoint during training steps

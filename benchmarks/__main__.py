@@ -15,12 +15,14 @@ from benchmarks.suite import BENCHMARKS, studied
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _OWN_OPTIONS = {
-    name: name.replace("-", "_") for name in ("scale", "ps-convergence", "gpu", "faults", "recovery", "results")
+    name: name.replace("-", "_")
+    for name in ("scale", "ps-convergence", "gpu", "faults", "recovery", "results", "tails")
 }
 _NAME_HELP = (
-    f"What to measure: {', '.join(BENCHMARKS)}; results prints the table of benchmarks/RESULTS.md, scale simulates, "
-    "ps-convergence trains, faults kills ranks and counts how the others end, recovery kills ranks and starts others, "
-    "gpu measures a CUDA device: each of these has its own options (python -m benchmarks scale --help)."
+    f"What to measure: {', '.join(BENCHMARKS)}; results and tails print the tables of benchmarks/RESULTS.md, "
+    "scale simulates, ps-convergence trains, faults kills ranks and counts how the others end, recovery kills ranks "
+    "and starts others, gpu measures a CUDA device: each of these has its own options "
+    "(python -m benchmarks scale --help)."
 )
 _TRAIN = BENCHMARKS["train"]
 

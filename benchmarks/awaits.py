@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from aiodist.bench.timing import Contender, interleaved, pace
 from aiodist.handles import gather
 from benchmarks import beside
 from benchmarks.busy import BUSY, cores_to_keep_busy, spinning
+from benchmarks.figures import figure, histogram
 from benchmarks.first import allreduce_of, name_of
 from benchmarks.suite import own
 
@@ -27,7 +28,7 @@ SMALL = (4, 1 << 10, 8 << 10, 32 << 10)
 COUNTS = {1000: 20, 20_000: 3}
 """Samples of each figure, by the number of handles in flight."""
 _MANY_WARMUPS = 2
-_BUSY_BATCH = 2000
+_EACH_BATCH = 2000
 _Gather = Callable[..., Awaitable[Any]]
 
 
@@ -44,6 +45,7 @@ async def measure(session: Session) -> list[Record]:
         records += await collectives.measure_size(session, "allreduce", nbytes, name="await_small")
     records += await _comparing(session)
     if session.first:
+        records += await _each(session, (session.plan.sizes or SMALL)[:1], "await_each")
         for count, usual in COUNTS.items():
             records += await _many(session, count, session.plan.repeat or usual)
         records += await collectives.measure_size(session, "allreduce", beside.LARGE)
@@ -52,27 +54,32 @@ async def measure(session: Session) -> list[Record]:
 
 
 async def _busy(session: Session) -> list[Record]:
-    """Measure small awaits while a process spins on every core.
-
-    Each operation is a sample, since few take a thousand times as long as most. The operations are many in a row, so
-    that ranks lose their cores; right after a barrier all ranks have theirs.
-    """
+    """Measure small awaits while a process spins on every core."""
     cores = await cores_to_keep_busy(session.coll)
     session.notes.append("each core has a process that spins")
-    records = []
     with spinning(cores):
-        for nbytes in session.plan.sizes or SMALL[:1]:
-            contenders = collectives.contenders(session, "allreduce", nbytes)
-            samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-            repeat = session.plan.repeat or 10
-            warmups = min(2, repeat)
-            for turn in range(warmups + repeat):
-                for contender in contenders if turn % 2 else reversed(contenders):
-                    await session.fence()
-                    seconds = [await _timed(contender) for _ in range(_BUSY_BATCH)]
-                    if turn >= warmups:
-                        samples[contender.name] += seconds
-            records += await session.timed(f"await_small{BUSY}", nbytes, samples)
+        return await _each(session, session.plan.sizes or SMALL[:1], f"await_small{BUSY}")
+
+
+async def _each(session: Session, sizes: Sequence[int], name: str) -> list[Record]:
+    """Measure small awaits, each operation a sample, since few take a thousand times as long as most.
+
+    The operations are many in a row, so that ranks lose their cores; right after a barrier all ranks have theirs.
+    """
+    records: list[Record] = []
+    for nbytes in sizes:
+        contenders = collectives.contenders(session, "allreduce", nbytes)
+        samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        repeat = session.plan.repeat or 10
+        warmups = min(2, repeat)
+        for turn in range(warmups + repeat):
+            for contender in contenders if turn % 2 else reversed(contenders):
+                await session.fence()
+                seconds = [await _timed(contender) for _ in range(_EACH_BATCH)]
+                if turn >= warmups:
+                    samples[contender.name] += seconds
+        found = await session.timed(name, nbytes, samples)
+        records += [figure(record, histogram=histogram(samples[record.impl])) for record in found]
     return records
 
 

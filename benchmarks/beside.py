@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
 
@@ -104,23 +108,87 @@ async def _cpu_of_wait(session: Session, late: Callable[[], Awaitable[object]]) 
 async def _wake_up(session: Session) -> list[Record]:
     """Measure the time from the call of the last rank, 50 ms late, until the others continue.
 
+    For comparison, the loop of the other ranks watches a named pipe for a byte, or their thread reads it.
     Several hosts have no common clock, so nothing is measured there.
     """
-    if session.coll.nodes > 1:
+    coll = session.coll
+    if coll.nodes > 1 or coll.size == 1:
         return []
     t = _tensor(4)
-    woken: list[float] = []
-    for turn in range(WARMUPS + (session.plan.repeat or 40)):
-        await session.fence()
-        if _last(session):
-            await asyncio.sleep(_PARKED_SECONDS)
-        called = perf_counter()
+    folder = await coll.broadcast_object(mkdtemp(prefix="aiodist-") if coll.rank == 0 else "")
+    pipe = _Pipe(Path(folder), coll.size - 1)
+    if not _last(session):
+        pipe.open(coll.rank)
+    await session.fence()
+    if _last(session):
+        pipe.open_all()
+
+    async def reduce() -> None:
         await allreduce_of(session)(t)
-        went_on = perf_counter()
-        told = await session.coll.broadcast_object(called, root=session.coll.size - 1)
-        if turn >= WARMUPS and not _last(session):
-            woken.append(went_on - told)
-    return await session.timed("wake_up", 4, {name_of(session): woken})
+
+    ways = {
+        name_of(session): (reduce, reduce),
+        "pipe:add_reader": (pipe.readable, pipe.write),
+        "pipe:read": (pipe.read, pipe.write),
+    }
+    woken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(WARMUPS + (session.plan.repeat or 40)):
+        for name, (wait, wake) in ways.items():
+            await session.fence()
+            if _last(session):
+                await asyncio.sleep(_PARKED_SECONDS)
+            called = perf_counter()
+            await (wake if _last(session) else wait)()
+            resumed = perf_counter()
+            late = await coll.broadcast_object(called, root=coll.size - 1)
+            if turn >= WARMUPS and not _last(session):
+                woken[name].append(resumed - late)
+    pipe.close()
+    await session.fence()
+    if coll.rank == 0:
+        rmtree(folder)
+    return await session.timed("wake_up", 4, woken)
+
+
+class _Pipe:
+    """A named pipe for each rank but the last, which writes to all of them."""
+
+    def __init__(self, folder: Path, readers: int) -> None:
+        self._paths = [folder / str(rank) for rank in range(readers)]
+        self._fds: list[int] = []
+
+    def open(self, rank: int) -> None:
+        """Make the pipe of a reader and open its end."""
+        os.mkfifo(self._paths[rank])
+        self._fds = [os.open(self._paths[rank], os.O_RDWR)]
+
+    def open_all(self) -> None:
+        """Open the ends of the writer."""
+        self._fds = [os.open(path, os.O_WRONLY) for path in self._paths]
+
+    async def write(self) -> None:
+        """Wake all readers."""
+        for fd in self._fds:
+            os.write(fd, b".")
+
+    async def readable(self) -> None:
+        """Wait on the loop."""
+        loop, (fd,) = asyncio.get_running_loop(), self._fds
+        came = loop.create_future()
+        loop.add_reader(fd, came.set_result, None)
+        await came
+        loop.remove_reader(fd)
+        os.set_blocking(fd, True)
+        os.read(fd, 1)
+
+    async def read(self) -> None:
+        """Wait on the thread, which blocks the loop."""
+        os.read(self._fds[0], 1)
+
+    def close(self) -> None:
+        """Close all ends."""
+        for fd in self._fds:
+            os.close(fd)
 
 
 # --- a ticker on the loop ----------------------------------------------------------------------------------------

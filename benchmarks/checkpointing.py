@@ -1,7 +1,11 @@
-"""A checkpoint during training: the waits of steps and loop for its copy, and the slowdown of steps by its writing."""
+"""A checkpoint during training: the waits of steps and loop for its copy, and the slowdown of steps by its writing.
+
+With `--against gloo`, `torch.distributed.checkpoint.async_save` saves the same state after each round, without steps.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +43,7 @@ async def measure(session: Session) -> list[Record]:
         setting = Setting.make("mlp", _BATCH, session.coll)
         net = await DataParallel.create(models.build("mlp"), session.coll)
         try:
-            rounds = _Rounds(setting, net, path)
+            rounds = _Rounds(setting, net, path, beside_torch=bool(session.peers))
             await rounds.run(session.plan.repeat or _ROUNDS)
         finally:
             await net.aclose()
@@ -47,7 +51,7 @@ async def measure(session: Session) -> list[Record]:
         rmtree(path)
     nbytes = sum(p.nbytes for p in net.parameters())
     records = await session.timed(
-        "checkpoint", nbytes, {f"aiodist:{name}": found for name, found in rounds.seconds.items()}
+        "checkpoint", nbytes, {name: found for name, found in rounds.seconds.items() if found}
     )
     beside = statistics.median(rounds.ratios)
     return [
@@ -60,13 +64,17 @@ async def measure(session: Session) -> list[Record]:
 class _Rounds:
     """The figures of one rank: seconds by name, and in each round the ratio of steps during the writing to others."""
 
-    def __init__(self, setting: Setting, net: DataParallel, path: Path) -> None:
-        self.seconds: dict[str, list[float]] = {"copy": [], "call": [], "write": [], "step": [], "step-beside": []}
+    def __init__(self, setting: Setting, net: DataParallel, path: Path, *, beside_torch: bool) -> None:
+        self.seconds: dict[str, list[float]] = {
+            **{f"aiodist:{name}": [] for name in ("copy", "call", "write", "step", "step-beside")},
+            "async_save:call": [],
+        }
         self.ratios: list[float] = []
         self.lags: list[float] = []
         self._setting = setting
         self._net = net
         self._path = path
+        self._beside_torch = beside_torch
         self._optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
 
     async def _steps(self, count: int) -> list[float]:
@@ -107,6 +115,25 @@ class _Rounds:
                 self._note(beside, "step-beside")
                 self.ratios.append(statistics.mean(beside) / statistics.mean(before[1:] + after[1:]))
                 self.lags += lateness
+            if self._beside_torch:
+                seconds = await self._async_save()
+                if turn:
+                    self.seconds["async_save:call"].append(seconds)
+
+    async def _async_save(self) -> float:
+        """Return the seconds for which torch's `async_save` blocks its caller."""
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        state = {"model": self._net.state_dict(), "optimizer": self._optimizer.state_dict()}
+        folder = self._path / "torch"
+        began = perf_counter()
+        saving = async_save(state, checkpoint_id=folder)
+        held = perf_counter() - began
+        await asyncio.to_thread(saving.result)  # type: ignore[union-attr]  # without options it is a future
+        await self._setting.coll.barrier()
+        rmtree(folder, ignore_errors=True)
+        await self._setting.coll.barrier()
+        return held
 
     def _note(self, seconds: Sequence[float], name: str) -> None:
-        self.seconds[name] += seconds
+        self.seconds[f"aiodist:{name}"] += seconds

@@ -9,7 +9,7 @@ from typing import Any
 from aiodist.bench import records
 from aiodist.bench.records import Record, plain_text, seconds_text
 
-__all__ = ["COLUMNS", "Figure", "figure", "figures"]
+__all__ = ["COLUMNS", "Figure", "figure", "figures", "histogram"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Figure(Record):
     thread: str | None = None
     cpu: float | None = None
     """CPU seconds of `thread` in one operation, of the rank with the most."""
+    histogram: tuple[int, ...] | None = None
+    """Samples of rank 0 below 1, 2, 4, ... microseconds, each counted once."""
 
     @property
     def case(self) -> tuple[object, ...]:
@@ -49,6 +51,16 @@ def figure(record: Record, **more: Any) -> Figure:  # noqa: ANN401  - the fields
 def figures(found: Iterable[Record]) -> list[Figure]:
     """Return records as figures."""
     return [figure(one) for one in found]
+
+
+def histogram(seconds: Iterable[float]) -> tuple[int, ...]:
+    """Return the number of samples below 1 us, of those from 1 us below 2 us, then 4 us, and so on.
+
+    >>> histogram([3e-7, 1.5e-6, 1.6e-6, 9e-6])
+    (1, 2, 0, 0, 1)
+    """
+    bins = [max(0, int(one * 1e6)).bit_length() for one in seconds]
+    return tuple(bins.count(i) for i in range(max(bins, default=-1) + 1))
 
 
 _OP, _INPUT, _IMPL, *_TIMES = records.COLUMNS

@@ -26,7 +26,18 @@ import typer
 from aiodist.bench.records import size_text
 from aiodist.errors import ConfigError
 
-__all__ = ["COMMANDS", "ROWS", "Row", "app", "seconds_of_lines", "seconds_of_records", "table"]
+__all__ = [
+    "COMMANDS",
+    "ROWS",
+    "Row",
+    "app",
+    "executed",
+    "labelled",
+    "machine",
+    "seconds_of_lines",
+    "seconds_of_records",
+    "table",
+]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -144,20 +155,25 @@ ROWS = _rows()
 # --- from printed results to the table --------------------------------------------------------------------------------
 
 
-def seconds_of_records(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the median of each record by a label: operation, bytes or batch, rule, implementation."""
+def labelled(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the records by a label: operation, bytes or batch, rule, implementation. Rows of threads are skipped."""
     found = {}
     for one in records:
         batch = one.get("batch")
-        unsized = one["op"] == "reading"  # its bytes are those of a whole file
+        unsized = one["op"].partition(":")[0] in ("reading", "checkpoint")  # their bytes are those of whole files
         case = [
             one["op"],
             str(batch) if batch else "" if unsized else size_text(one.get("nbytes")),
             one.get("rule") or "",
         ]
-        if one.get("seconds"):
-            found[" ".join([*filter(None, case), one["impl"]])] = one["seconds"]
+        if one.get("thread") is None:
+            found[" ".join([*filter(None, case), one["impl"]])] = one
     return found
+
+
+def seconds_of_records(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median of each record that has one, by its label."""
+    return {label: one["seconds"] for label, one in labelled(records).items() if one.get("seconds")}
 
 
 _LINE = re.compile(r"^(.{24}) (.{14}) +([\d.]+) us ", re.MULTILINE)
@@ -186,22 +202,21 @@ def table(seconds: Mapping[str, Mapping[str, float]], date: str, versions: Mappi
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def _measured(name: str, command: str) -> dict[str, float]:
-    """Run one command, without its output; return the seconds by label, nothing if it failed."""
+def executed(command: str) -> list[dict[str, Any]] | str:
+    """Run one command without its output; return its records, or its text if it writes none; empty if it failed."""
     words = command.split()
     with tempfile.TemporaryDirectory(prefix="aiodist-results-") as folder:
         records = Path(folder) / "records.json"
-        if words[0] == "torchrun":
-            words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+        module = {"torchrun": "torch.distributed.run", "aiodist": "aiodist.cli"}.get(words[0])
+        if module is not None:
+            words = [sys.executable, "-m", module, *words[1:]]
         else:
             words = [sys.executable, *words[1:], "--json", str(records)]
         ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if ended.returncode:
             print(f"{command}: exit code {ended.returncode}\n{ended.stderr[-2000:]}", file=sys.stderr)  # noqa: T201
-            return {}
-        if name == "c10d":
-            return seconds_of_lines(ended.stdout)
-        return seconds_of_records(json.loads(records.read_text(encoding="utf-8")))
+            return []
+        return ended.stdout if module is not None else json.loads(records.read_text(encoding="utf-8"))
 
 
 def _versions() -> dict[str, str]:
@@ -214,7 +229,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return processor, cores, memory, kernel and Python of this machine."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
@@ -235,9 +250,10 @@ def results(
     load = os.getloadavg()[0]
     for name in names:
         began = perf_counter()
-        seconds[name] = _measured(name, COMMANDS[name])
+        found = executed(COMMANDS[name])
+        seconds[name] = seconds_of_lines(found) if isinstance(found, str) else seconds_of_records(found)
         print(f"{name}: {perf_counter() - began:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
-    print(f"{_machine()}; load before the run {load:.1f}\n")  # noqa: T201
+    print(f"{machine()}; load before the run {load:.1f}\n")  # noqa: T201
     print(table(seconds, datetime.now(tz=UTC).date().isoformat(), _versions()))  # noqa: T201
     print("\n| command | in full |\n|---|---|")  # noqa: T201
     print("\n".join(f"| {name} | `{COMMANDS[name]}` |" for name in names))  # noqa: T201

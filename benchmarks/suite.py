@@ -129,6 +129,6 @@ BENCHMARKS = {
     "prefetch": Benchmark("benchmarks.prefetching", ("prefetch",), ("plain", "dataloader")),
     "reading": Benchmark("benchmarks.reading", ("records", "queue"), ("plain",)),
     "codecs": Benchmark("benchmarks.coding", ("int8", "sign", "topk"), ("int8-hook",)),
-    "checkpoint": Benchmark("benchmarks.checkpointing", ("save",), ()),
+    "checkpoint": Benchmark("benchmarks.checkpointing", ("save",), ("gloo",)),
     "ps": Benchmark("benchmarks.ps", ("ps", "ps-arena"), ("rpc", "mpi"), sized=True),
 }

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import aiodist
+from aiodist.bench import peers
 from aiodist.bench.records import dumps
 from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
@@ -30,8 +31,9 @@ TRAIN = Study("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1,
 
 
 async def measure(plan: Study) -> list[Figure]:
-    async with aiodist.init() as coll:
-        session = Session(plan, coll, plan.impls, (), coll.barrier)
+    gloo = [name for name in plan.peers if name == "gloo"]
+    async with aiodist.init() as coll, peers.opened(gloo, coll) as opened:
+        session = Session(plan, coll, plan.impls, opened, coll.barrier)
         return figures(await importlib.import_module(BENCHMARKS[plan.op].module).measure(session))
 
 
@@ -269,10 +271,11 @@ def test_n12_coding_is_held_against_the_hook_and_steps_against_plain_ones() -> N
 def test_n17_a_checkpoint_beside_steps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "WIDTH", 40)
     monkeypatch.setitem(models.INPUTS, "mlp", (40,))
-    (found,) = [asyncio.run(measure(Study("checkpoint", 1, ("save",), (), repeat=1)))]
+    (found,) = [asyncio.run(measure(Study("checkpoint", 1, ("save",), ("gloo",), repeat=1)))]
     names = ("copy", "call", "write", "step", "step-beside")
     assert [(r.op, r.impl) for r in found] == [
         *(("checkpoint", f"aiodist:{name}") for name in names),
+        ("checkpoint", "async_save:call"),
         ("checkpoint:beside", "aiodist:step"),
         ("checkpoint:lag", "aiodist:loop"),
     ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as benchmarks_main
-from benchmarks import results
+from benchmarks import results, tails
 from benchmarks.figures import Figure
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "RESULTS.md"
@@ -69,3 +70,47 @@ def test_t1_the_page_has_these_rows_in_this_order() -> None:
 def test_t1_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmarks_main.main(["results", "--only", "sleep"]) == 2
     assert "--only sleep: expected some of await" in capsys.readouterr().err
+
+
+# --- tails --------------------------------------------------------------------------------------------------------
+
+
+def test_t1_a_tail_is_reached_by_its_value() -> None:
+    row = tails.Tail("await", "x", "ours", 2.0, ("a", "b", "missing"), "mean")
+    records = {"ours": {"mean": 3.0}, "a": {"mean": 2.0}, "b": {"mean": 1.0}}
+    assert row.value(records) == (3.0, 1.0)
+    assert not row.reaches(2.1)
+    quick = replace(row, at_least=True)
+    assert quick.value(records) == (1 / 3, 1.0)
+    assert quick.reaches(2.1)
+    alone = tails.Tail("await", "x", "ours", 4.0, beside="a")
+    assert alone.value({"ours": {"seconds": 0.5}, "a": {"seconds": 0.25}}) == (5e5, 0.25)
+
+
+def test_t1_the_table_of_tails_counts_the_runs_that_reach() -> None:
+    row = tails.Tail("await", "x", "ours", 2.0, ("other",))
+    runs = [{"await": {"ours": {"seconds": ours}, "other": {"seconds": 1.0}}} for ours in (1.0, 3.0, 2.0)]
+    assert tails.markdown([row, replace(row, ours="not measured")], runs).splitlines()[2:] == [
+        "| x | at most 2 | 2 | 1 to 3 | 2 of 3 | 1 s | await |"
+    ]
+    counts: list[dict[str, Any]] = [
+        {"await": {"ours": {"histogram": counts}, "other": {}}} for counts in ([1, 2], [1, 0, 0, 4])
+    ]
+    assert tails.histograms([*runs, *counts]).splitlines()[::2] == [
+        "| samples below, us | 1 | 2 | 4 | 8 |",
+        "| ours | 25.000% | 25.000% |  | 50.000% |",
+    ]
+
+
+def test_t1_rows_of_a_table_have_labels() -> None:
+    assert tails.of_rows(
+        "   1.0 MB pull rows      2.00 ms, 3.60 times\n  16.8 MB pull           1.00 ms, 1.00 times\n"
+    ) == {
+        "1.0 MB pull rows": {"seconds": pytest.approx(2e-3)},
+        "16.8 MB pull": {"seconds": pytest.approx(1e-3)},
+    }
+
+
+def test_t1_no_two_tails_are_alike() -> None:
+    assert len({row.what for row in tails.ROWS}) == len(tails.ROWS)
+    assert {row.command for row in tails.ROWS} == set(tails.COMMANDS)
