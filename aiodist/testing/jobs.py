@@ -30,7 +30,9 @@ _End = dict[str, Any]  # how one test ended on one rank: nodeid, mpi, skipped, f
 _POLL_SECONDS = 0.01
 _OTHERS_SECONDS = 5.0  # seconds for other ranks to fail, after one has failed
 _LEAVE_SECONDS = 15.0  # seconds for a job to end after its tests
-_MPICH = "AIODIST_TEST_MPICH"  # the prefix of an MPICH that is not on the path
+_MPICH = "AIODIST_TEST_MPICH"
+"""Variable with the prefix of an MPICH that is not on the path. Jobs under it do without shared memory, so that MPI
+carries messages as it does between hosts."""
 
 
 class Spec(NamedTuple):
@@ -219,7 +221,8 @@ class _ProcessJob:
                 stderr=subprocess.STDOUT,
                 cwd=config.invocation_params.dir,
                 env={**os.environ, "PYTHONPATH": path}
-                | ({"AIODIST_BACKEND": spec.backend} if choice == "none" else {}),
+                | ({"AIODIST_BACKEND": spec.backend} if choice == "none" else {})
+                | ({"AIODIST_SHM": "0"} if spec.backend == "mpich" and _MPICH in os.environ else {}),
             )
 
     def wait_for(self, nodeid: str, seconds: float) -> dict[int, _End]:

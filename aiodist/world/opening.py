@@ -142,7 +142,7 @@ async def place_on(
     """Return the place of a rank that has met the others. "shared" is shared memory if all ranks can, else gloo."""
     hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
     met = None
-    if channel.size > 1 and (backend == "shm" or (backend == "shared" and len(set(hosts)) == 1)):
+    if channel.size > 1 and (backend == "shm" or (backend in ("shared", "mpi") and len(set(hosts)) == 1)):
         meeting = meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
         met = await unless_lost(channel, meeting)
     if backend == "shared":
@@ -198,7 +198,10 @@ async def open_transport(
 ) -> Transport:
     """Return what carries bytes by `backend`; raise BackendUnavailable where these ranks cannot use it."""
     if backend == "mpi":
-        return mpi or await start_mpi(environment, limits)
+        mpi = mpi or await start_mpi(environment, limits)
+        if met is not None and met.near is not None and "cuda" not in mpi.capabilities().devices:
+            mpi.near = open_shared_memory(met.near)
+        return mpi
     if mpi is not None:  # it was needed only for the ranks to meet
         await mpi.aclose(drained=True)
     if backend == "gloo":

@@ -127,7 +127,7 @@ async def test_c10_within_a_host_nothing_is_written(coll: Communicator) -> None:
     assert ("unspecified" in str(caught.value)) == parts_of(other).dispatcher.agreement.several
 
 
-@pytest.mark.ranks(2, 3, backend=("openmpi", "mpich", "gloo", "shm"))
+@pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
 @pytest.mark.parametrize("numel", [5, 1 << 16, 1 << 21])
 async def test_c10_processes_of_a_host_write_nothing(coll: Communicator, numel: int) -> None:
     for one in (torch.full((numel,), float(coll.rank)), coll.arena_empty(numel).fill_(coll.rank)):

@@ -311,7 +311,7 @@ async def test_c14_a_name_is_a_text(coll: Communicator) -> None:
     assert await coll.allreduce(1, name=strange) == 2
 
 
-@pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo"))
+@pytest.mark.ranks(2, backend=("openmpi", "gloo"))
 async def test_c14_what_a_library_does_is_refused(coll: Communicator) -> None:
     library: Any = coll.backend
     with pytest.raises(ValueError, match=rf"impl='{library}' with name=: a library .* expected auto, .*ring") as caught:

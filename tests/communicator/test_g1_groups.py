@@ -285,7 +285,7 @@ _ITERATORS = {"messages"}
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
+@pytest.mark.ranks(2, backend=("mpi", "gloo"))
 async def test_h1_every_communicating_method_returns_a_handle(coll: Communicator) -> None:
     methods = {
         name for name in dir(coll) if not name.startswith("_") and not isinstance(getattr(type(coll), name), property)

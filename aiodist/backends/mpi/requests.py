@@ -33,6 +33,8 @@ class Requests:
         """Error of later calls after this process stopped using MPI, or None before."""
         self._requests: list[MPI.Request] = []
         self._done: list[Done] = []
+        self.used = False
+        """True after the first request, since MPI may still have data to move."""
         self._misses = 0
         self._stirred_until = 0.0
         """Time of `perf_counter` until which MPI makes progress without a request, or 0."""
@@ -42,9 +44,11 @@ class Requests:
 
     def stir(self, seconds: float = _STIR_SECONDS) -> None:
         """Make MPI progress for `seconds` without a request, for short messages of other ranks."""
-        self._stirred_until = perf_counter() + seconds if seconds and self.left is None else 0.0
+        stirs = seconds and self.used and self.left is None
+        self._stirred_until = perf_counter() + seconds if stirs else 0.0
 
     def track(self, request: MPI.Request, done: Done, nbytes: int) -> None:
+        self.used = True
         if nbytes >= LARGE_BYTES:
             done = self.progress.counted(done, of_ranks=True)
         self._requests.append(request)

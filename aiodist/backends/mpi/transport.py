@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -33,14 +34,23 @@ class MpiTransport:
 
     name = "mpi"
 
-    def __init__(self, comms: tuple[MPI.Intracomm, MPI.Intracomm], progress: Progress, requests: Requests) -> None:
+    def __init__(
+        self,
+        comms: tuple[MPI.Intracomm, MPI.Intracomm],
+        progress: Progress,
+        requests: Requests,
+        near: Transport | None = None,
+    ) -> None:
         """`comms` are two communicators of the same ranks. The second one carries the chunks of large reductions."""
         comm, pieces = comms
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
         self._progress = progress
-        self._requests = requests
+        self.requests = requests
         self._owns_requests = False
+        self.near = near
+        """Transport in shared memory that carries the messages if all ranks are on one host, since it needs no polls
+        while it waits. MPI then has only its collectives. Otherwise None."""
         self.beside: Transport | None = None
         """Transport that makes the splits if ranks may die, since MPI would block for a lost rank. Otherwise None."""
         self.rank: int = comm.rank
@@ -49,27 +59,35 @@ class MpiTransport:
         self.native: Native | None = MpiNative(comm, requests, self._pipeline)
 
     def capabilities(self) -> Capabilities:
+        if self.near is not None:
+            return replace(self.near.capabilities(), overruns=True)  # by collectives
         # Open MPI 5 frees memory twice if a receive is too short for a message beyond the eager limit.
         devices = frozenset({"cpu", "cuda"} if cuda_aware() else {"cpu"})
         return Capabilities(short_receives=True, devices=devices, overruns=True, kept_from=_RENDEZVOUS_BYTES)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Isend of bytes, in chunks of at most 1 GiB."""
-        if t.nbytes <= _SHORT_BYTES:
+        if self.near is not None:
+            self.near.isend(t, dst, tag, done)
+        elif t.nbytes <= _SHORT_BYTES:
             self._send_short(t, dst, tag, done)
         else:
             self._transfer(t, done, self._comm.Isend, dst, tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Irecv of bytes, in chunks of at most 1 GiB."""
+        if self.near is not None:
+            self.near.irecv(t, src, tag, done)
+            return
         source = MPI.ANY_SOURCE if src == ANY else src
         self._transfer(t, done, self._comm.Irecv, source, tag)
 
     def _send_short(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send a short message. Most libraries copy the bytes, so the finished request needs no polls."""
         nbytes = t.nbytes
-        if self._requests.left is not None:
-            done(again(self._requests.left))
+        self.requests.used = True
+        if self.requests.left is not None:
+            done(again(self.requests.left))
             return
         try:
             request = self._comm.Isend([address(t.data_ptr(), nbytes), nbytes, MPI.BYTE], dst, tag)
@@ -80,14 +98,14 @@ class MpiTransport:
         if finished:
             done(None)
         else:
-            self._requests.track(request, done, nbytes)
+            self.requests.track(request, done, nbytes)
 
     def _transfer(self, t: Tensor, done: Done, call: Callable[..., MPI.Request], peer: int, tag: int) -> None:
         flat = bytes_of(t)
         pieces = flat.split(PIECE_BYTES) if flat.nbytes > PIECE_BYTES else (flat,)
         joined = join(len(pieces), done) if len(pieces) > 1 else done
         for piece in pieces:
-            start(self._requests, piece.nbytes, joined, call, spec(piece), peer, tag)
+            start(self.requests, piece.nbytes, joined, call, spec(piece), peer, tag)
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         """Create a communicator among `ranks`.
@@ -100,7 +118,8 @@ class MpiTransport:
         # The tag is the same on these ranks, independent of other communicators of each rank.
         tag = zlib.crc32(name.encode()) & 0x7FFF
         group = self._comm.Get_group().Incl(list(ranks))
-        return MpiTransport(await in_thread(self._create, group, tag), self._progress, self._requests)
+        near = None if self.near is None else await self.near.split(ranks, name)
+        return MpiTransport(await in_thread(self._create, group, tag), self._progress, self.requests, near)
 
     def _create(self, group: MPI.Group, tag: int) -> tuple[MPI.Intracomm, MPI.Intracomm]:
         created = self._comm.Create_group(group, tag)
@@ -109,15 +128,17 @@ class MpiTransport:
 
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator if `drained`. Otherwise MPI is never finalised."""
+        if self.near is not None:
+            await self.near.aclose(drained=drained)
         if self.beside is not None:
             self.leave()
             await self.beside.aclose(drained=drained)
         elif drained:
             await in_thread(self._pipeline.comm.Free)
             await in_thread(self._comm.Free)
-            self._requests.stir(0)
-            if self._owns_requests and not len(self._requests):  # a split may still have requests in flight
-                self._progress.remove_poller(self._requests)
+            self.requests.stir(0)
+            if self._owns_requests and not len(self.requests):  # a split may still have requests in flight
+                self._progress.remove_poller(self.requests)
         else:
             World.doom()
 
@@ -126,8 +147,8 @@ class MpiTransport:
         self._progress.with_lock(self._leave)
 
     def _leave(self) -> None:
-        if self._requests.left is None:
-            self._requests.leave(BackendError("MPI is no longer used: a rank was lost, or the world has changed"))
+        if self.requests.left is None:
+            self.requests.leave(BackendError("MPI is no longer used: a rank was lost, or the world has changed"))
 
 
 class World:
