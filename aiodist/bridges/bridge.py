@@ -14,7 +14,7 @@ from torch import Tensor
 from aiodist.backends.base import again
 from aiodist.bridges.reading import Reading
 from aiodist.bridges.union import Meeting, Union
-from aiodist.bridges.versions import TOPIC, Readers, Versions
+from aiodist.bridges.versions import TOPIC, JobReaders, Versions
 from aiodist.communicator import parts_of
 from aiodist.control import HUB
 from aiodist.errors import AiodistError, CommunicatorClosed
@@ -43,7 +43,7 @@ class Bridge:
         self._union = union
         self._versions = versions
         self._number = number
-        self._readers = Readers(union, self._theirs)
+        self._readers = JobReaders(union, self._theirs)
         self._reading = Reading(union, self._theirs)
         self._subscriptions = 0
         self._sent = dict.fromkeys(self._theirs, 0)

@@ -18,7 +18,7 @@ from aiodist.checkpoints.values import Json, encode
 _ALIGNMENT = 64
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a state."""
 
     name: str
@@ -37,15 +37,15 @@ class Entry(NamedTuple):
         return found
 
 
-class Table:
+class StateTable:
     """The tensors of a state in order, and the place of each in one block of bytes.
 
-    >>> table = Table([Entry("a", "float32", (3,)), Entry("b", "int64", (2, 2))])
+    >>> table = StateTable([TensorEntry("a", "float32", (3,)), TensorEntry("b", "int64", (2, 2))])
     >>> table.starts, table.nbytes
     ([0, 64], 96)
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
         self.entries = tuple(entries)
         sizes = [entry.numel * entry.type.itemsize for entry in self.entries]
         places = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
@@ -58,7 +58,8 @@ class Table:
 
         Two extents with nothing but padding between them are one run.
 
-        >>> table = Table([Entry("a", "float32", (3,)), Entry("b", "int64", (2, 2)), Entry("c", "int8", (4,))])
+        >>> entries = ("a", "float32", (3,)), ("b", "int64", (2, 2)), ("c", "int8", (4,))
+        >>> table = StateTable([TensorEntry(*entry) for entry in entries])
         >>> table.runs([Extent(0, 1, 3), Extent(1, 0, 4), Extent(2, 2, 3)])
         [(4, 96), (130, 131)]
         """
@@ -85,18 +86,18 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """The part of a state that one rank sends."""
 
     values: Json
     """The state without the elements of its tensors."""
-    table: Table
+    table: StateTable
     extents: tuple[Extent, ...]
     elements: tuple[Tensor, ...]
     """Flat elements of each extent, in memory of the program."""
 
     @classmethod
-    def of(cls, state: Any, rank: int, size: int) -> Part:  # noqa: ANN401
+    def of(cls, state: Any, rank: int, size: int) -> StatePart:  # noqa: ANN401
         """Return the part of `rank` of `size` ranks: a share of the tensors that all have, and its own pieces.
 
         Raises `TypeError`, with the path, for a value that a checkpoint does not take either.
@@ -104,8 +105,11 @@ class Part:
         found: dict[str, Tensor | Piece] = {}
         values = encode(in_pieces(state), "state", found)
         tensors = {name: t.tensor if isinstance(t, Piece) else t for name, t in found.items()}
-        table = Table(
-            [Entry(name, str(t.dtype).removeprefix("torch."), tuple(found[name].shape)) for name, t in tensors.items()]
+        table = StateTable(
+            [
+                TensorEntry(name, str(t.dtype).removeprefix("torch."), tuple(found[name].shape))
+                for name, t in tensors.items()
+            ]
         )
         whole = [number for number, t in enumerate(found.values()) if isinstance(t, Tensor)]
         sizes = [(table.entries[number].numel, table.entries[number].type.itemsize) for number in whole]

@@ -13,7 +13,7 @@ from aiodist.control import Exit
 from aiodist.errors import AiodistError
 
 
-class Job:
+class JobRanks:
     """The ranks of `coll`. Every rank makes one, in the same order among the calls that make communicators."""
 
     def __init__(self, coll: Communicator) -> None:

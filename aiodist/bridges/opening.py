@@ -13,8 +13,8 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, Final, Self
 
 from aiodist.bridges.bridge import Bridge
-from aiodist.bridges.job import Job
-from aiodist.bridges.place import Place
+from aiodist.bridges.job import JobRanks
+from aiodist.bridges.place import MeetingPlace
 from aiodist.bridges.union import Meeting, Union
 from aiodist.bridges.versions import Versions
 from aiodist.communicator import Communicator, parts_of
@@ -51,12 +51,12 @@ def _world(coll: Communicator | None) -> Communicator:
 class Door:
     """The listening end of bridges, as `async with aiodist.listen(…) as door` gives it."""
 
-    def __init__(self, place: Place, coll: Communicator) -> None:
+    def __init__(self, place: MeetingPlace, coll: Communicator) -> None:
         self.name = place.name
         """Name or address at which the door listens."""
         self._place = place
         self._versions = Versions(coll)
-        self._job = Job(coll)
+        self._job = JobRanks(coll)
         self._entrance: _Entrance | None = None
         self._opening: dict[int, asyncio.Task[Bridge | None]] = {}
         """Bridges, by number, that rank 0 has not opened yet."""
@@ -70,7 +70,7 @@ class Door:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, place: Place, coll: Communicator) -> Self:
+    async def open(cls, place: MeetingPlace, coll: Communicator) -> Self:
         """Return an open door, on all ranks. Raises the error of rank 0 on all of them."""
         door = cls(place, coll)
         try:
@@ -208,7 +208,7 @@ class Door:
 class _Entrance:
     """Rank 0's side of a door: accepts the first rank of each job that knows the token, and opens a hub for each."""
 
-    def __init__(self, place: Place, job: Job, sock: socket.socket, token: str) -> None:
+    def __init__(self, place: MeetingPlace, job: JobRanks, sock: socket.socket, token: str) -> None:
         self.hubs: dict[int, HostedHub] = {}
         """Hubs that no bridge has taken yet, by the number of the bridge."""
         self._place = place
@@ -221,7 +221,7 @@ class _Entrance:
         self._listener: Listener | None = None
 
     @classmethod
-    async def open(cls, place: Place, job: Job) -> Self:
+    async def open(cls, place: MeetingPlace, job: JobRanks) -> Self:
         """Listen. Raises `ConfigError` if another door listens at the place."""
         with ExitStack() as stack:
             if place.folder is not None:
@@ -316,7 +316,7 @@ async def listen(
 
     Cost: a thread and a socket on rank 0, and for each bridge a thread on each rank.
     """
-    door = await Door.open(Place.of(name, folder, token), _world(coll))
+    door = await Door.open(MeetingPlace.of(name, folder, token), _world(coll))
     try:
         yield door
     except (asyncio.CancelledError, GeneratorExit):
@@ -367,8 +367,8 @@ async def connect(
     Cost: about 0.1 s, and a thread on each rank.
     """
     check_timeout(timeout)
-    place, coll = Place.of(name, folder, token), _world(coll)
-    job, versions = Job(coll), Versions(coll)
+    place, coll = MeetingPlace.of(name, folder, token), _world(coll)
+    job, versions = JobRanks(coll), Versions(coll)
     try:
         meeting = await _find(place, job, timeout)
         bridge = Bridge(meeting, await Union.of(meeting), versions, 0)
@@ -386,7 +386,7 @@ async def connect(
         job.close()
 
 
-async def _find(place: Place, job: Job, timeout: float | None) -> Meeting:
+async def _find(place: MeetingPlace, job: JobRanks, timeout: float | None) -> Meeting:
     """Return the meeting with the job that listens, on all ranks. Raises the error of rank 0 on all of them."""
     until = None if timeout is None else asyncio.get_running_loop().time() + timeout
     if job.rank == 0:
@@ -418,7 +418,7 @@ async def _find(place: Place, job: Job, timeout: float | None) -> Meeting:
             raise ConfigError(str(decision[1]))
 
 
-async def _ask(place: Place, job: Job, last: list[str]) -> None:
+async def _ask(place: MeetingPlace, job: JobRanks, last: list[str]) -> None:
     """Ask until a listener lets this job in; `last` gets the reason of each failure (rank 0)."""
     while True:
         try:

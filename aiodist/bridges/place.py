@@ -21,7 +21,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """The place where two jobs meet: a name in a folder, or an address with a token."""
 
     name: str
@@ -31,7 +31,7 @@ class Place:
     token: str = ""
 
     @classmethod
-    def of(cls, name: str, folder: str | os.PathLike[str] | None, token: str | None) -> Place:
+    def of(cls, name: str, folder: str | os.PathLike[str] | None, token: str | None) -> MeetingPlace:
         """Return the place of these arguments. Raises `ConfigError` for a wrong one."""
         where, colon, port = name.rpartition(":")
         if colon:

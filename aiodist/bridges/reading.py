@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aiodist.bridges.cut import Table
+from aiodist.bridges.cut import StateTable
 from aiodist.bridges.union import Union
 from aiodist.bridges.versions import TOPIC
 from aiodist.checkpoints.parts import Extent
@@ -24,7 +24,7 @@ class Reading:
         """`ranks` are those that publish, in the union."""
         self._union = union
         self._ranks = ranks
-        self._layouts: dict[int, tuple[Table, list[Extent]]] = {}
+        self._layouts: dict[int, tuple[StateTable, list[Extent]]] = {}
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()
         """Versions in flight, or None if none follows."""
         self._receiving: asyncio.Task[tuple[int, Any] | None] | None = None
@@ -72,7 +72,7 @@ class Reading:
                 sent = f"version {version}" if version > 0 else "no state"
                 raise MismatchError(f"rank {number} of the other job sends {sent}: expected {shipped}, as rank 0 has")
             if layout is not None:
-                self._layouts[rank] = Table(layout[0]), layout[1]
+                self._layouts[rank] = StateTable(layout[0]), layout[1]
             values = said if values is None else values
         table = self._checked_table()
         block = torch.empty(table.nbytes, dtype=torch.uint8)
@@ -86,7 +86,7 @@ class Reading:
         numbers = {entry.name: number for number, entry in enumerate(table.entries)}
         return shipped, decode(values, lambda name: table.tensor(block, numbers[name]))
 
-    def _checked_table(self) -> Table:
+    def _checked_table(self) -> StateTable:
         """Return the table of the tensors. Raises MismatchError unless the ranks send each element once."""
         table = self._layouts[self._ranks[0]][0]
         filled = [0] * len(table.entries)

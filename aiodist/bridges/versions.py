@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from aiodist.bridges.cut import Part
-from aiodist.bridges.job import Job
+from aiodist.bridges.cut import StatePart
+from aiodist.bridges.job import JobRanks
 from aiodist.bridges.union import Union
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, CommunicatorClosed, MismatchError
@@ -35,7 +35,7 @@ _SPARES: Final = 3
 class Published:
     """A copy of this rank's part of a state."""
 
-    part: Part
+    part: StatePart
     blocks: list[Tensor]
     """Memory of the copy."""
     runs: list[Tensor]
@@ -49,7 +49,7 @@ class Published:
     """The version, once rank 0 has named it."""
 
 
-class Readers:
+class JobReaders:
     """The ranks of another job that read, as this rank of the publishing job has them."""
 
     def __init__(self, union: Union, ranks: Sequence[int]) -> None:
@@ -90,8 +90,8 @@ class Versions:
     """The states that one rank of a job publishes."""
 
     def __init__(self, coll: Communicator) -> None:
-        self._job = Job(coll)
-        self._readers: dict[int, Readers] = {}
+        self._job = JobRanks(coll)
+        self._readers: dict[int, JobReaders] = {}
         self._owed: dict[int, Published] = {}
         """Versions for bridges that are still being opened on this rank, by the number of the bridge."""
         self._numbers = itertools.count()
@@ -99,7 +99,7 @@ class Versions:
         """Copies by the number of their call, which rank 0 may have named before this rank's call."""
         self._newest: Published | None = None
         self._last = 0
-        self._spare: list[tuple[Part, list[Tensor]]] = []
+        self._spare: list[tuple[StatePart, list[Tensor]]] = []
         self._failure: AiodistError | None = None
         self._task = asyncio.create_task(self._serve(), name="versions of a bridge")
 
@@ -113,7 +113,7 @@ class Versions:
         try:
             published = await self._copied(state, version)
         except Exception as error:  # the other ranks may publish this number: readers refuse version -1
-            refused = Published(Part.of(None, 0, 1), [], [], -1)
+            refused = Published(StatePart.of(None, 0, 1), [], [], -1)
             refused.named.cancel()
             self._copy(number).set_result(refused)
             if self._job.rank == 0:
@@ -134,7 +134,7 @@ class Versions:
     async def _copied(self, state: Any, version: int | None) -> Published:  # noqa: ANN401
         if version is not None and version <= self._last:
             raise ValueError(f"version={version}: expected more than {self._last}, the version published last")
-        part = Part.of(state, self._job.rank, self._job.size)
+        part = StatePart.of(state, self._job.rank, self._job.size)
         blocks = self._spare_blocks(part)
         if part.table.nbytes < _INLINE_BYTES or not all(t.is_cpu for t in part.elements):
             runs = part.copy(blocks)
@@ -142,7 +142,7 @@ class Versions:
             runs = await asyncio.to_thread(part.copy, blocks)
         return Published(replace(part, elements=()), blocks, runs, version)
 
-    def _spare_blocks(self, part: Part) -> list[Tensor]:
+    def _spare_blocks(self, part: StatePart) -> list[Tensor]:
         """Return the memory of a version that no transfer reads, or an empty list."""
         same = [
             one for one in self._spare if (one[0].table.entries, one[0].extents) == (part.table.entries, part.extents)
@@ -155,7 +155,7 @@ class Versions:
 
     # --- readers -----------------------------------------------------------------------------------------------
 
-    def add(self, bridge: int, readers: Readers) -> None:
+    def add(self, bridge: int, readers: JobReaders) -> None:
         """Serve the ranks of the other job at a bridge."""
         self._readers[bridge] = readers
         if (owed := self._owed.pop(bridge, None)) is not None:
@@ -217,7 +217,7 @@ class Versions:
             published.uses += 1
             self._owed[bridge] = published
 
-    def _send(self, readers: Readers, published: Published) -> None:
+    def _send(self, readers: JobReaders, published: Published) -> None:
         try:
             sending = gather(*readers.send(published, values=self._job.rank == 0))
         except AiodistError:  # the other job is lost

@@ -46,7 +46,7 @@ class RaceError(AssertionError):
         """Two seeds with different results."""
 
 
-class Take(NamedTuple):
+class TakenMessage(NamedTuple):
     """A message that a receive from `ANY` took."""
 
     rank: int
@@ -57,7 +57,7 @@ class Take(NamedTuple):
     tag: int
 
     @property
-    def at_line(self) -> Take:
+    def at_line(self) -> TakenMessage:
         """The receive without the message."""
         return self._replace(source=ANY, tag=ANY)
 
@@ -70,7 +70,7 @@ class _Bits(NamedTuple):
     data: bytes
 
 
-class Part(NamedTuple):
+class ResultPart(NamedTuple):
     """A part of a result."""
 
     value: object
@@ -78,23 +78,23 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class SeededRun:
     """A run of the program."""
 
     seed: int
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, ResultPart] = field(default_factory=dict)
     """The parts of the results, by path."""
-    taken: list[Take] = field(default_factory=list)
+    taken: list[TakenMessage] = field(default_factory=list)
 
 
 def same_results(run: Callable[[int], list[T]], seeds: Iterable[int]) -> list[T]:
     """Run a program with each seed. Return the results of the first seed, or raise `RaceError` if others differ."""
-    first: Run | None = None
+    first: SeededRun | None = None
     results: list[T] = []
     start = _generators()
     for seed in seeds:
         start()
-        now = Run(seed)
+        now = SeededRun(seed)
         try:
             came = _observed(run, now)
         except BaseException as error:
@@ -106,14 +106,14 @@ def same_results(run: Callable[[int], list[T]], seeds: Iterable[int]) -> list[T]
             first, results = now, came
         elif (path := _difference(first, now)) is not None:
             start()
-            _observed(run, again := Run(seed))
+            _observed(run, again := SeededRun(seed))
             raise _race(first, now, path, steady=_difference(now, again) is None)
     if first is None:
         raise ValueError("seeds is empty: expected at least one seed")
     return results
 
 
-def _observed(run: Callable[[int], list[T]], into: Run) -> list[T]:
+def _observed(run: Callable[[int], list[T]], into: SeededRun) -> list[T]:
     """Run a program, and record the run."""
     with _recorded(into.taken):
         results = run(into.seed)
@@ -121,7 +121,7 @@ def _observed(run: Callable[[int], list[T]], into: Run) -> list[T]:
     return results
 
 
-def _race(one: Run, other: Run, path: str, *, steady: bool) -> RaceError:
+def _race(one: SeededRun, other: SeededRun, path: str, *, steady: bool) -> RaceError:
     """Return the error for results that differ at `path`. `steady` is True if a second run with a seed is equal."""
     whole = path[: path.find("]") + 1] or path
     texts = zip((one, other), _texts(one.parts[path], other.parts[path]), strict=True)
@@ -133,12 +133,12 @@ def _race(one: Run, other: Run, path: str, *, steady: bool) -> RaceError:
     return RaceError("\n".join(lines), (one.seed, other.seed))
 
 
-def _parting(one: Run, other: Run) -> str:
+def _parting(one: SeededRun, other: SeededRun) -> str:
     """Return the first receive from `ANY` that took another message, as sentences."""
-    of_line: defaultdict[Take, list[Take]] = defaultdict(list)
+    of_line: defaultdict[TakenMessage, list[TakenMessage]] = defaultdict(list)
     for take in one.taken:
         of_line[take.at_line].append(take)
-    counts: Counter[Take] = Counter()
+    counts: Counter[TakenMessage] = Counter()
     for take in other.taken:
         line = take.at_line
         number, counts[line] = counts[line], counts[line] + 1
@@ -154,7 +154,7 @@ Receive from a rank by its number, or make the result independent of the order."
 
 
 @contextmanager
-def _recorded(taken: list[Take]) -> Iterator[None]:
+def _recorded(taken: list[TakenMessage]) -> Iterator[None]:
     """Record in the block the messages that receives from `ANY` take."""
     finish = Receiving.finish
 
@@ -164,7 +164,7 @@ def _recorded(taken: list[Take]) -> Iterator[None]:
         if arrived is not None and receiving.peer.src == ANY and operation.given_back is None:
             dispatcher = receiving.dispatcher
             rank = dispatcher.ranks[dispatcher.transport.rank]
-            taken.append(Take(rank, dispatcher.name, receiving.call, arrived.source, arrived.tag))
+            taken.append(TakenMessage(rank, dispatcher.name, receiving.call, arrived.source, arrived.tag))
         finish(receiving, operation, arrived, error)
 
     setattr(Receiving, "finish", recording)  # noqa: B010  - mypy refuses the assignment
@@ -189,14 +189,14 @@ def _generators() -> Callable[[], None]:
 # --- comparison --------------------------------------------------------------------------------------------
 
 
-def _add_parts(parts: dict[str, Part], path: str, result: object, around: tuple[int, ...]) -> None:
+def _add_parts(parts: dict[str, ResultPart], path: str, result: object, around: tuple[int, ...]) -> None:
     """Add the parts of a result to `parts`, the whole before its parts.
 
     `around` are the numbers of the objects that have this one as a part.
     """
     items = {} if id(result) in around else _items(result)
     value = _value(result) if items is None else frozenset(items)
-    parts[path] = Part((type(result).__qualname__, value), " ".join(_short.repr(result).split()))
+    parts[path] = ResultPart((type(result).__qualname__, value), " ".join(_short.repr(result).split()))
     for name, one in (items or {}).items():
         _add_parts(parts, f"{path}{name}", one, (*around, id(result)))
 
@@ -235,12 +235,12 @@ def _value(result: Any) -> object:  # noqa: ANN401
     return result if has_equality and (result == result) is True else None
 
 
-def _difference(one: Run, other: Run) -> str | None:
+def _difference(one: SeededRun, other: SeededRun) -> str | None:
     """Return the path of the first part that differs. The whole is before its parts."""
     return next((path for path, part in one.parts.items() if other.parts[path].value != part.value), None)
 
 
-def _texts(one: Part, other: Part) -> tuple[str, str]:
+def _texts(one: ResultPart, other: ResultPart) -> tuple[str, str]:
     """Return the texts of two parts that differ, of large tensors those of the first element that differs."""
     match one.value, other.value:
         case (_, _Bits(torch.dtype() as dtype, shape, a)), (_, _Bits(same, alike, b)) if one.text == other.text and (

@@ -131,7 +131,7 @@ def _type_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "gauge"
 
 
-class Endpoint(TCPServer):
+class MetricsServer(TCPServer):
     """Serves a registry over HTTP in a thread of its own, so that a busy loop delays no scrape."""
 
     allow_reuse_address = True

@@ -24,7 +24,7 @@ from aiodist.errors import BackendUnavailable
 from aiodist.handles import internals
 from aiodist.handles.timers import Quiet
 from aiodist.threads import OwnThread
-from aiodist.watch.exposition import Collector, Endpoint, Otlp, Sample, Target
+from aiodist.watch.exposition import Collector, MetricsServer, Otlp, Sample, Target
 
 LOOK_SECONDS = 1.0
 """Time between two looks of the thread, in seconds."""
@@ -42,7 +42,7 @@ def measured(world: Communicator, where: str, otlp_interval: float | None = None
     The block gives the port of this rank's endpoint, or 0 without one.
     """
     target, channel = Target.parse(where, otlp=otlp_interval is not None), parts_of(world).registry.channel
-    meter, rank, port = Meter(world), channel.rank, 0
+    meter, rank, port = RankNumbers(world), channel.rank, 0
     with ExitStack() as stack:
         if otlp_interval is not None:
             with nullcontext() if target == Target() else suppress(BackendUnavailable):
@@ -56,7 +56,7 @@ def measured(world: Communicator, where: str, otlp_interval: float | None = None
             answers = _Answers(channel, meter)
             stack.callback(answers.close)
             if rank == 0:
-                endpoint = Endpoint(target, Collector(answers.ask).registry)
+                endpoint = MetricsServer(target, Collector(answers.ask).registry)
                 stack.callback(endpoint.close)
                 port = endpoint.server_address[1]
                 if target.port == 0:
@@ -66,7 +66,7 @@ def measured(world: Communicator, where: str, otlp_interval: float | None = None
         yield port
 
 
-class Meter(Quiet):
+class RankNumbers(Quiet):
     """The numbers of one rank."""
 
     def __init__(self, world: Communicator) -> None:
@@ -163,7 +163,7 @@ class Meter(Quiet):
 class _Answers:
     """Asks all ranks for their numbers, and answers on the listener thread, also while the program is stuck."""
 
-    def __init__(self, channel: Channel, meter: Meter) -> None:
+    def __init__(self, channel: Channel, meter: RankNumbers) -> None:
         self._channel = channel
         self._meter = meter
         self._number = 0

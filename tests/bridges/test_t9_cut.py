@@ -9,12 +9,12 @@ import torch
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aiodist.bridges.cut import Part
+from aiodist.bridges.cut import StatePart
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
 
 
-def joined(parts: list[Part], copies: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+def joined(parts: list[StatePart], copies: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the tensors that readers put together, after the check that each byte was sent at most once."""
     table = parts[0].table
     block = torch.full((table.nbytes,), 171, dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_t9_the_shares_of_ranks_fill_each_tensor_once(size: int) -> None:
     blocks: list[list[torch.Tensor]] = [[] for _ in range(size)]
     first = state()
     for values in (first, {name: t.flip(0) for name, t in first.items()}):  # the second one uses the memory again
-        parts = [Part.of(values, rank, size) for rank in range(size)]
+        parts = [StatePart.of(values, rank, size) for rank in range(size)]
         before = [[block.data_ptr() for block in mine] for mine in blocks]
         got = joined(parts, [part.copy(mine) for part, mine in zip(parts, blocks, strict=True)])
         assert list(got) == list(values)
@@ -66,7 +66,7 @@ def test_t9_each_rank_sends_its_part_of_a_dtensor(placement: str) -> None:
             mesh = init_device_mesh("cpu", (3,))
             chunks = {"rows": whole.chunk(3, 0), "columns": whole.chunk(3, 1), "replicated": [whole] * 3}[placement]
             t = DTensor.from_local(chunks[rank], mesh, placements, run_check=False, shape=whole.shape, stride=(10, 1))
-            parts.append(Part.of({"w": t, "b": whole[0]}, rank, 3))
+            parts.append(StatePart.of({"w": t, "b": whole[0]}, rank, 3))
             copies.append(parts[-1].copy([]))
         finally:
             dist.destroy_process_group()

@@ -34,7 +34,7 @@ from aiodist.nn import DataParallel
 from aiodist.ps import ParameterServer
 from aiodist.watch import metrics
 from aiodist.watch.exposition import METRICS, Target
-from aiodist.watch.metrics import Meter, measured
+from aiodist.watch.metrics import RankNumbers, measured
 from tests.support.blocking import blocked_until
 from tests.support.nursed import stub
 
@@ -300,7 +300,7 @@ async def test_w13_a_deadlock_is_found_as_before(coll: Communicator) -> None:
 async def test_w13_the_lag_of_a_blocked_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LOOK_SECONDS", 0.01)
     async with aiodist.init() as coll:
-        meter = Meter(coll)
+        meter = RankNumbers(coll)
 
         def lag() -> float:
             return next(one.value for one in meter.read() if one.name == "aiodist_event_loop_lag_seconds")
@@ -379,7 +379,7 @@ async def test_w13_without_metrics_nothing_is_counted(coll: Communicator) -> Non
 async def test_w13_closed_communicators_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MOST_CLOSED", 2)
     async with aiodist.init() as coll:
-        meter = Meter(coll)
+        meter = RankNumbers(coll)
         meter.start()
         try:
             for _ in range(4):
