@@ -10,6 +10,7 @@
 
 #include "files.h"
 #include "kernels.h"
+#include "rows.h"
 
 // --- memory ------------------------------------------------------------------------------------------------------
 
@@ -724,6 +725,27 @@ end:
     return sums;
 }
 
+static PyObject *rows_find(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long cells, mask, ids, count, slots;
+    if (!PyArg_ParseTuple(args, "KKKKK", &cells, &mask, &ids, &count, &slots)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    core_rows_find((const core_cell *)(uintptr_t)cells, mask, (const int64_t *)(uintptr_t)ids, (size_t)count,
+                   (int64_t *)(uintptr_t)slots);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *rows_add(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long cells, mask, ids, count, first;
+    if (!PyArg_ParseTuple(args, "KKKKK", &cells, &mask, &ids, &count, &first)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    core_rows_add((core_cell *)(uintptr_t)cells, mask, (const int64_t *)(uintptr_t)ids, (size_t)count, (int64_t)first);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"kernels", kernels, METH_NOARGS, "Return the kernels that this processor runs: baseline, avx2 or avx512."},
     {"frames_of_thread", frames_of_thread, METH_O,
@@ -732,6 +754,10 @@ static PyMethodDef functions[] = {
     {"write_checked", write_checked, METH_VARARGS,
      "write_checked(fd, memory, [(address, nbytes, crc), ...]): write these bytes in order, through the two halves of "
      "`memory` and without the GIL; return, for each part, the CRC-32 `crc` continued by its bytes."},
+    {"rows_find", rows_find, METH_VARARGS,
+     "rows_find(cells, mask, ids, count, slots): write the slot of each id, or -1, by addresses, without the GIL."},
+    {"rows_add", rows_add, METH_VARARGS,
+     "rows_add(cells, mask, ids, count, first): add distinct new ids with slots from `first` on, without the GIL."},
     {0},
 };
 

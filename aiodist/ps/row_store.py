@@ -9,23 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist import _core
 from aiodist.backends.base import dtype_name
 from aiodist.ps.optimizers import OptimizerRule
-from aiodist.ps.rows import TableSpec, mix
+from aiodist.ps.rows import TableSpec
 
-_EMPTY = -1
 _LEAST_CELLS = 64
 _LEAST_ROWS = 64
-_WINDOWS = torch.arange(1, 5, device="cpu"), torch.arange(1, 9, device="cpu")
-_MANY = 1 << 10
 
 
 class RowIndex:
     """Slots 0, 1, 2, ... of ids, which are int64 and not negative, in the order of their addition.
 
-    A hash table in two tensors, for batches of ids: open addressing with linear probing, at most half full; 24 to 48
-    bytes for each id, with the list of ids. `find` of n ids takes a few passes of torch over n elements, and more
-    passes over the few ids that are not in their first cell. One thread at a time may use it.
+    A hash table for batches of ids, in the core (`core/rows.h`): at most half full; 24 to 48 bytes for each id, with
+    the list of ids. One thread at a time may use it.
     """
 
     def __init__(self) -> None:
@@ -43,19 +40,9 @@ class RowIndex:
 
     def find(self, ids: Tensor) -> Tensor:
         """Return the slot of each id, or -1 for an unknown id."""
-        at = self._cells(ids)
-        seen = self._keys.index_select(0, at)
-        slots = self._slots.index_select(0, at)  # -1 in an empty cell
-        left = (seen != ids).logical_and_(seen != _EMPTY).nonzero().flatten()
-        at = at.index_select(0, left)
-        while left.numel():  # several cells at a time if few ids are left, since a pass costs more than its elements
-            window = (at[:, None] + _WINDOWS[left.numel() < _MANY]).bitwise_and_(self._mask)
-            seen = self._keys.index_select(0, window.view(-1)).view_as(window)
-            here, which = (seen == ids.index_select(0, left)[:, None]).logical_or_(seen == _EMPTY).max(1)
-            found = self._slots.index_select(0, window.gather(1, which[:, None]).view(-1))
-            slots.index_copy_(0, left, found)
-            on = here.logical_not_().nonzero().flatten()
-            left, at = left.index_select(0, on), window[:, -1].index_select(0, on)
+        ids = ids.contiguous()
+        slots = torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
+        _core.rows_find(*self._table, ids.data_ptr(), ids.numel(), slots.data_ptr())
         return slots
 
     def add(self, ids: Tensor) -> Tensor:
@@ -67,32 +54,16 @@ class RowIndex:
             self._ids = grown
         self._ids[first:count] = ids
         self._count = count
-        if 2 * count > self._mask + 1:
+        entered = first
+        if 2 * count > self._cells.shape[0]:
             self._make(1 << (2 * count - 1).bit_length())
-            self._enter(self.ids, torch.arange(count, device="cpu"))
-        else:
-            self._enter(ids, torch.arange(first, count, device="cpu"))
+            entered = 0
+        _core.rows_add(*self._table, self._ids[entered:].data_ptr(), count - entered, entered)
         return torch.arange(first, count, device="cpu")
 
-    def _cells(self, ids: Tensor) -> Tensor:
-        """Return the first cell of each id, by the low bits, since the ids of one server agree in the high bits."""
-        return mix(ids).bitwise_and_(self._mask)
-
     def _make(self, size: int) -> None:
-        self._mask = size - 1
-        self._keys = torch.full((size,), _EMPTY, device="cpu")
-        self._slots = torch.full((size,), _EMPTY, device="cpu")
-
-    def _enter(self, ids: Tensor, slots: Tensor) -> None:
-        """Write each id into its first free cell. One of several ids gets the same cell, and the others continue."""
-        at = self._cells(ids)
-        while ids.numel():
-            free = (self._keys[at] == _EMPTY).nonzero().flatten()
-            self._keys[at[free]] = ids[free]
-            won = self._keys[at] == ids
-            self._slots[at[won]] = slots[won]
-            lost = (~won).nonzero().flatten()
-            ids, slots, at = ids[lost], slots[lost], (at[lost] + 1).bitwise_and_(self._mask)
+        self._cells = torch.full((size, 2), -1, device="cpu")  # id and slot
+        self._table = self._cells.data_ptr(), size - 1
 
 
 _KEPT: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {

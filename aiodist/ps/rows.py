@@ -1,8 +1,8 @@
 """Tables of rows: their description, the server of each row, and the format of ids and rows in messages.
 
 First values are functions of seed and id alone, so they are the same on any server and in any order. A message has the
-number of ids, the ids, and their rows, all little-endian. The ids of a request rise, so a server checks in one pass
-that each occurs once.
+number of ids, the ids, and their rows, all little-endian. The ids of a push rise, so a server checks in one pass that
+each occurs once.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ IDS_END = 1 << 63
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio, as a signed number: the increment of a stream of mixed numbers."""
+_SAMPLE = 1 << 10
+"""Ids per sample."""
 _AT_A_TIME = 1 << 15
 """Elements per pass, so that intermediate results fit into a cache."""
 
@@ -191,13 +193,18 @@ class GroupedIds(NamedTuple):
     """The ids of a call, grouped by server."""
 
     ids: Tensor
-    """Each id once: the rising ids of the first server, then those of the second, and so on."""
+    """Each id once: the rising ids of the first server, then those of the second, and so on.
+
+    If made for a read, perhaps in the order of the call, and some ids several times.
+    """
     places: Tensor
     """Place in `ids` of each id of the call, `(numel,)`."""
     counts: list[int]
     """Number of ids of each server."""
     shape: torch.Size
     """Shape of the call's ids."""
+    as_called: bool = False
+    """True if `ids` are the ids of the call, in this order."""
 
     def blocks(self) -> list[slice]:
         return [slice(end - count, end) for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
@@ -214,11 +221,11 @@ class GroupedIds(NamedTuple):
         return values.index_select(0, torch.zeros_like(self.ids).scatter_reduce_(0, self.places, order, "amax"))
 
 
-def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
+def grouped(ids: object, spec: TableSpec, servers: int, *, to_read: bool = False) -> GroupedIds:
     """Return `ids`, of any shape, grouped by server.
 
-    Raises TypeError unless `ids` is an int32 or int64 tensor on the CPU, ValueError for an id out of range. Cost: a
-    sort.
+    True for `to_read` permits ids that occur several times, in any order. Raises TypeError unless `ids` is an int32 or
+    int64 tensor on the CPU, ValueError for an id out of range. Cost: a sort, unless `to_read` and few ids repeat.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not ids.is_cpu:
         seen = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -226,13 +233,30 @@ def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
     with torch.inference_mode(False), torch.no_grad():
         flat = ids.detach().reshape(-1).to(torch.int64)
         spec.check_ids(flat)
-        unique, places = flat.unique(return_inverse=True)
+        as_called = to_read and not _repeat(flat)
+        if as_called:
+            unique, places = flat, torch.arange(flat.numel(), device="cpu")
+        else:
+            unique, places = flat.unique(return_inverse=True)
         if servers == 1:
-            return GroupedIds(unique, places, [unique.numel()], ids.shape)
+            return GroupedIds(unique, places, [unique.numel()], ids.shape, as_called)
         owner = owners(unique, servers)
         order = owner.argsort(stable=True)
         moved = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device="cpu"))
         return GroupedIds(unique[order], moved[places], torch.bincount(owner, minlength=servers).tolist(), ids.shape)
+
+
+def _repeat(ids: Tensor) -> bool:
+    """Return True if many ids seem to repeat others, or if a sort costs little.
+
+    Two samples: ids at some places, for ids that occur very often; and the ids with some hashes, each as often as it
+    occurs.
+    """
+    part = ids.numel() // _SAMPLE
+    if part < 2:
+        return True
+    samples = ids[::part], ids[ids * _GOLDEN >= IDS_END - (2 * IDS_END) // part]
+    return any(8 * sample.unique().numel() < 7 * sample.numel() for sample in samples)
 
 
 def packed_rows(ids: Tensor, rows: Tensor, room: Callable[[int], Tensor] | None = None) -> Tensor:
@@ -257,11 +281,14 @@ def unpack(packed: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor]:
     return ids_in(packed[COUNT_BYTES:start], spec), packed[start:].view(spec.dtype).view(count, spec.dim)
 
 
-def ids_in(packed: Tensor, spec: TableSpec) -> Tensor:
-    """Return flat uint8 as ids; raise ValueError unless they rise, and are in the range of the table."""
+def ids_in(packed: Tensor, spec: TableSpec, *, rise: bool = True) -> Tensor:
+    """Return flat uint8 as ids; raise ValueError unless they are in the range of the table, and, if asked, rise."""
     if packed.numel() % ID_BYTES:
         raise ValueError(f"ids in {packed.numel()} bytes: expected a multiple of {ID_BYTES}")
     ids = packed.view(torch.int64)
+    if not rise:
+        spec.check_ids(ids)
+        return ids
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError("ids that do not rise: expected each once, in order")
     spec.check_ids(ids[:: max(1, ids.numel() - 1)])  # the lowest and the highest

@@ -97,11 +97,11 @@ class Table:
 
         Raises KeyError after `free`, TypeError and ValueError for ids that are no integers, are negative or not below
         `rows`, and for another dtype or shape of `out`, BufferInFlight for an `out` in use; PeerLost on await if a
-        server is lost. Cost: a message to each server and back, with 8 bytes and the row for each distinct id; a sort
-        on this rank.
+        server is lost. Cost: a message to each server and back, with 8 bytes and the row for each id; for each distinct
+        id if many repeat, which costs this rank a sort.
         """
         self._check()
-        chosen = self.group(ids)
+        chosen = grouped(ids, self._spec, len(self._entry.spans), to_read=True)
         with torch.inference_mode(False):
             given = torch.empty(*chosen.shape, self.dim, dtype=self.dtype, device="cpu") if out is None else out
         check_writable(given, f"pull of {self.name!r}", "out")
@@ -134,21 +134,25 @@ class Table:
         pool = self._session.context.pool
         room = pool.take_room(chosen.ids.nbytes)  # servers may read it until the end
         room[: chosen.ids.nbytes].view(torch.int64).copy_(chosen.ids)
+        came: Tensor | None = None
         with torch.inference_mode(False):
-            # Rows to be copied to `out` use the pool, since new memory costs as much as all the copying.
-            came = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if out is None else pool.take_room(nbytes)
-            rows = came[:nbytes].view(self.dtype).view(-1, self.dim)
+            if into is None:
+                rows = torch.empty(nbytes // self._spec.row_bytes, self.dim, dtype=self.dtype, device="cpu")
+            elif chosen.as_called:
+                rows = into
+            else:  # the pool has rows to be copied, since new memory costs as much as all the copying
+                came = pool.take_room(nbytes)
+                rows = came[:nbytes].view(self.dtype).view(-1, self.dim)
         blocks = dict(zip(self._entry.servers, chosen.blocks(), strict=True))
         ids = {rank: room[block.start * ID_BYTES : block.stop * ID_BYTES] for rank, block in blocks.items()}
 
         def over() -> Tensor:
             pool.release(room)
-            if out is None or into is None:
-                return rows
-            with writable(out), torch.no_grad():
-                torch.index_select(rows, 0, chosen.places, out=into)
-            pool.release(came)
-            return out
+            if out is not None and came is not None:
+                with writable(out), torch.no_grad():
+                    torch.index_select(rows, 0, chosen.places, out=into)
+                pool.release(came)
+            return rows if out is None else out
 
         operation = UserCall(handle, 1, claims, over)
         part = PullPart(operation, self._entry, nbytes, lambda rank: rows[blocks[rank]].view(-1), ids)

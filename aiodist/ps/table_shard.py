@@ -69,7 +69,7 @@ class TableShard(Shard):
 
         def gather() -> None:
             with torch.inference_mode(False), torch.no_grad():
-                ids = ids_in(wanted, self.spec)
+                ids = ids_in(wanted, self.spec, rise=False)
                 self.check_mine(ids)
                 found.append(self._context.pool.take_room(nbytes))
                 self.store.read(ids, found[0][:nbytes].view(self.spec.dtype).view(-1, self.spec.dim))

@@ -261,6 +261,30 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
         assert torch.equal(last[row], values[same[-1]])
 
 
+@pytest.mark.parametrize("servers", [1, 2, 5])
+@pytest.mark.parametrize("repeats", ["none", "few", "one often", "all"])
+def test_p15_ids_of_a_read_are_sorted_if_many_repeat(repeats: str, servers: int) -> None:
+    ids = torch.randint(0, HIGH, (7013,))
+    if repeats == "few":
+        ids[5::97] = ids[0]
+    elif repeats == "one often":
+        ids[torch.rand(ids.numel()) < 0.5] = 0
+    elif repeats == "all":
+        ids = torch.cat([ids, ids])[torch.randperm(2 * ids.numel())]
+    shown = ids.view(-1, 1) if repeats == "few" else ids
+    found = grouped(shown, spec(), servers, to_read=True)
+    assert torch.equal(found.ids[found.places], ids)
+    assert found.shape == shown.shape
+    for number, block in enumerate(found.blocks()):
+        assert (owners(found.ids[block], servers) == number).all()
+    assert (found.ids.numel() == ids.numel()) is (repeats in ("none", "few"))
+    assert found.as_called is (servers == 1 and found.ids.numel() == ids.numel())
+    if found.as_called:
+        assert torch.equal(found.ids, ids)
+    with pytest.raises(ValueError, match="expected 0 to"):
+        grouped(torch.cat([ids, torch.tensor([-1])]), spec(), servers, to_read=True)
+
+
 def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
     wanted = spec(2, 50)
     ids, rows = torch.tensor([3, 7, 49]), torch.randn(3, 2, dtype=torch.float64)
@@ -280,5 +304,10 @@ def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
     for wrong in ([7, 3], [3, 3], [-1, 3], [3, 50]):
         with pytest.raises(ValueError, match=r"do not rise|expected 0 to 49"):
             ids_in(torch.tensor(wrong).view(torch.uint8), wanted)
+    read = torch.tensor([7, 3, 3, 49])
+    assert torch.equal(ids_in(read.view(torch.uint8), wanted, rise=False), read)
+    for wrong in ([7, -1, 3], [3, 50, 7]):
+        with pytest.raises(ValueError, match="expected 0 to 49"):
+            ids_in(torch.tensor(wrong).view(torch.uint8), wanted, rise=False)
     with pytest.raises(ValueError, match="ids in 9 bytes: expected a multiple of 8"):
         ids_in(torch.zeros(9, dtype=torch.uint8), wanted)

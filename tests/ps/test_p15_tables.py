@@ -57,6 +57,35 @@ def used(ids: Tensor, step: int) -> Tensor:
     return ids if step == 1 else ids[step * 7 :: 41].contiguous()
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("often", [False, True])
+async def test_p15_ids_in_any_order_get_their_rows(coll: Communicator, layout: str, often: bool) -> None:
+    """Read many ids, few or many of them repeated; some ids are unknown."""
+    generator = torch.Generator().manual_seed(7 + coll.rank)
+    async with ParameterServer(coll, timeout=SECONDS, **LAYOUTS[layout]) as ps:
+        if not ps.is_worker:
+            return
+        table = await ps.embedding("t", 3, init=-1.0)
+        known = scattered(4001, 4)
+        if ps.rank == 0:
+            await table.push(known, torch.arange(known.numel())[:, None].expand(-1, 3).float())
+            await ps.sync()
+        await ps.barrier()
+        at = torch.randperm(known.numel(), generator=generator)[:3990].view(5, 798)
+        if often:
+            at.remainder_(301)
+        ids = known[at]
+        ids[1, :9] += 1
+        expected = (at + 0.0) - 1.0  # added to the first values
+        expected[1, :9] = -1.0
+        for out in (None, torch.empty(*ids.shape, 3)):
+            found = await table.pull(ids, out)
+            assert out is None or found is out
+            assert torch.equal(found, expected[..., None].expand(-1, -1, 3))
+        await ps.barrier()
+
+
 @pytest.mark.drawn(4)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -295,7 +324,7 @@ async def test_p15_a_table_is_freed_and_made_anew(coll: Communicator) -> None:
 
 
 HEADS: dict[int, Any] = {Kind.PUSH: (PushHead, PUSH), Kind.PULL: (PullHead, PULL)}
-CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull order": [9, 3], "short": [1], "rule": [1]}
+CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull range": [-2, 3], "short": [1], "rule": [1]}
 """The ids of each malformed entry; in the other cases the ids of both servers together."""
 
 
@@ -314,7 +343,7 @@ def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("what", ["order", "owner", "short", "rule", "pull order", "pull owner", "pull length"])
+@pytest.mark.parametrize("what", ["order", "owner", "short", "rule", "pull range", "pull owner", "pull length"])
 async def test_p16_crafted_rows_are_refused_and_the_table_continues(
     coll: Communicator, frames: Frames, what: str
 ) -> None:
