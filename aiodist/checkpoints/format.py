@@ -51,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
 _PIECE_BYTES = 4 << 20
 """Bytes that are copied while the previous ones are written: whole pages."""
 _TURN_BYTES = 16 * _PIECE_BYTES
-"""Bytes of one call. Between calls, memory is freed, and the thread waits for the GIL, up to 5 ms."""
+"""Most bytes of one call. Between calls, memory is freed, and the thread waits for the GIL, up to 5 ms."""
 _REST_FACTOR = 40.0
 """Seconds that a writing thread sleeps for one second of CPU, while others compute."""
 _SHORTEST_REST_SECONDS = 5e-3
@@ -141,8 +141,12 @@ class WritePace:
         self._clock, self._sleep = clock, sleep
         self._used = clock()
         """CPU seconds of the thread up to the last rest."""
-        self._shared = False
-        """True if others computed at the last rest."""
+        self._shared: bool | None = None
+        """True if others computed at the last rest, or None before the first rest."""
+
+    def turn_bytes(self) -> int:
+        """Return the most bytes of the next call: one piece while others compute, and before the first rest."""
+        return _TURN_BYTES if self._shared is False and len(self._computing) <= 1 else _PIECE_BYTES
 
     def rest(self) -> None:
         """Sleep for the CPU time since the last rest, if others compute."""
@@ -167,7 +171,7 @@ def write_file(
     memory, pace = folders.pages(2 * _PIECE_BYTES), WritePace(computing)
     with folders.new_file(path) as fd:
         folders.write_past_cache(fd)
-        for turn in _cut([len(part) for part in parts]):
+        for turn in _cut([len(part) for part in parts], pace.turn_bytes):
             found = [(parts[number].data_ptr() + start, nbytes, crcs[number]) for number, start, nbytes in turn]
             sums = _core.write_checked(fd, memory.numpy().data, found)
             for (number, start, nbytes), crc in zip(turn, sums, strict=True):
@@ -179,9 +183,9 @@ def write_file(
     return FileFacts(layout.nbytes, len(layout.header), crcs[0]), entries
 
 
-def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+def _cut(sizes: Sequence[int], turn_bytes: Callable[[], int]) -> Iterator[list[tuple[int, int, int]]]:
     """Yield the bytes of each call: for each part its number, the first byte and the number of bytes."""
-    turn, room = list[tuple[int, int, int]](), _TURN_BYTES
+    turn, room = list[tuple[int, int, int]](), turn_bytes()
     for number, size in enumerate(sizes):
         start = 0
         while start < size:
@@ -190,7 +194,7 @@ def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
             start, room = start + nbytes, room - nbytes
             if not room:
                 yield turn
-                turn, room = [], _TURN_BYTES
+                turn, room = [], turn_bytes()
     if turn:
         yield turn
 

@@ -359,13 +359,18 @@ def test_n17_what_writes_rests_only_beside_what_computes() -> None:
         pace.rest()
         return sum(slept)
 
+    piece = pace.turn_bytes()  # others may have computed a moment ago
     assert work(0.01) == 0
+    assert pace.turn_bytes() >= 8 * piece
     computing.add(2)
+    assert pace.turn_bytes() == piece
     assert work(0.01) == pytest.approx(0.4)
     assert work(0.0001) == 0  # not worth it yet
     assert work(0.0001) == pytest.approx(0.008)
     computing.remove(2)
+    assert pace.turn_bytes() == piece
     assert work(0.01) == pytest.approx(0.4)  # between two steps
+    assert pace.turn_bytes() > piece
     assert work(0.01) == 0
 
 
