@@ -118,8 +118,10 @@ def judges() -> Path:
     return Path(PLACE).resolve()
 
 
-def outcome(judges: Path, command: Sequence[object], folder: Path, cwd: Path, **variables: str) -> Outcome:
-    """Run a command of the judges' environment, at most 900 s; kill its processes after that."""
+def outcome(
+    judges: Path, command: Sequence[object], folder: Path, cwd: Path, *, seconds: float = 900, **variables: str
+) -> Outcome:
+    """Run a command of the judges' environment for at most `seconds`; kill its processes after that."""
     record = folder / "record"
     record.mkdir(parents=True)
     start = str(HERE / "programs" / "start")
@@ -132,7 +134,7 @@ def outcome(judges: Path, command: Sequence[object], folder: Path, cwd: Path, **
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(900)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = -1
         finally:
@@ -198,7 +200,7 @@ def test_t8_lightning_passes_where_gloo_passes(judges: Path, tmp_path: Path) -> 
         report = folder / "report.xml"
         options = ("-p", "no:cacheprovider", "-q", "--timeout", 500, "--color", "no", "--junitxml", report)
         command = (judges / "bin" / "python", "-m", "pytest", *options, *LIGHTNING)
-        found = outcome(judges, command, folder, judges / "lightning" / "tests", **variables)
+        found = outcome(judges, command, folder, judges / "lightning" / "tests", seconds=1300, **variables)
         assert found.code == 0, found.output
         assert found.kinds() == {name}
         ends[name] = {
