@@ -119,7 +119,7 @@ def judges() -> Path:
 
 
 def outcome(
-    judges: Path, command: Sequence[object], folder: Path, cwd: Path, *, seconds: float = 900, **variables: str
+    judges: Path, command: Sequence[object], folder: Path, cwd: Path, seconds: float, /, **variables: str
 ) -> Outcome:
     """Run a command of the judges' environment for at most `seconds`; kill its processes after that."""
     record = folder / "record"
@@ -168,7 +168,7 @@ def over(way: str, judges: Path, judge: Judge, size: int, folder: Path) -> Outco
         command, variables["AIODIST_AS"] = torchrun, judge.name
     else:
         command = (judges / "bin" / "aiodist", "run", "-n", size, "--as", judge.name)
-    return outcome(judges, (*command, program, *arguments), folder, cwd, **variables)
+    return outcome(judges, (*command, program, *arguments), folder, cwd, 900, **variables)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_t8_lightning_passes_where_gloo_passes(judges: Path, tmp_path: Path) -> 
         report = folder / "report.xml"
         options = ("-p", "no:cacheprovider", "-q", "--timeout", 500, "--color", "no", "--junitxml", report)
         command = (judges / "bin" / "python", "-m", "pytest", *options, *LIGHTNING)
-        found = outcome(judges, command, folder, judges / "lightning" / "tests", seconds=1300, **variables)
+        found = outcome(judges, command, folder, judges / "lightning" / "tests", 1300, **variables)
         assert found.code == 0, found.output
         assert found.kinds() == {name}
         ends[name] = {
