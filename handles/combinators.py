@@ -15,7 +15,7 @@ from aiodist.handles.origin import Origin
 from aiodist.handles.posted import Posted, PostedOperation, own
 from aiodist.handles.progress import Progress
 from aiodist.handles.sources import join
-from aiodist.handles.state import error_of
+from aiodist.handles.state import RETURNED, error_of
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -54,7 +54,8 @@ class _Gathering:
         self.keep_errors = keep_errors
         self.paused = False
         self.late: dict[Handle[Any], OperationTimeout] = {}
-        self._waits = set(members)
+        self._waits: set[Handle[Any]] = set()
+        """Members that are not finished, or whose end is not handled yet."""
         self._posted = _not_retrieved(members)
         """Operations of the members that can be paused and that no other code waits for, by member."""
         self._held: Posted[Any] | None = outer.handle if not self._posted else None
@@ -81,14 +82,23 @@ class _Gathering:
             member.leave_early(self)
 
     def begin(self, members: Iterable[Handle[Any]]) -> None:
-        """Wait for `members`."""
+        """Wait for the pending members of `members`."""
+        ended, posted = [], self._posted
         for member in members:
+            if member._is_pending or member in posted or member._status is not RETURNED:
+                ended.append(member)
+            else:
+                member._consumed = True
+        self._waits.update(ended)
+        for member in ended:
             if not member._is_pending:
                 self.wake(member, None)
-            elif member in self._posted:
-                self._posted[member].join(self)
+            elif member in posted:
+                posted[member].join(self)
             else:
                 member._add_waiter(self)
+        if not ended and self._held is not None:
+            self._end(self._held)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
         self._waits.discard(handle)
@@ -104,14 +114,18 @@ class _Gathering:
             for member in self._posted.values():
                 member.set_consumed()
         elif not self._waits:
-            self._outer = None
-            self._unseen = [member for member in self._posted.values() if not member.consumed]
-            results = (
-                [self.late.get(h) or _value(h) for h in self.members]
-                if self.keep_errors
-                else [h.result() for h in self.members]
-            )
-            Operation.of(held).resolve(results)
+            self._end(held)
+
+    def _end(self, outer: Posted[Any]) -> None:
+        """Resolve `outer`, the gathered handle, since all members have ended."""
+        self._outer = None
+        self._unseen = [member for member in self._posted.values() if not member.consumed]
+        results = (
+            [self.late.get(h) or _value(h) for h in self.members]
+            if self.keep_errors
+            else [h._value if type(h) is Handle else h.result() for h in self.members]
+        )
+        Operation.of(outer).resolve(results)
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
         """See `Stoppable`. If no member can be paused, the members always keep the handle alive."""
@@ -139,7 +153,6 @@ class _Gathering:
         """See `Stoppable`."""
         self.paused = False
         self._follow(handle)
-        self._waits.update(self._posted)
         self.begin(self._posted)
 
 
@@ -188,8 +201,6 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
     outer.set_parts(handles)
     gathering = _Gathering(outer, handles, return_exceptions)
     own(outer.handle, gathering)
-    if not handles:
-        outer.resolve([])
     gathering.begin(handles)
     return outer.handle
 

@@ -196,6 +196,32 @@ async def test_h7_a_gather_dropped_with_an_error_is_reported(reports: list[dict[
     assert "gather" in str(reports[0]["message"])
 
 
+async def test_h7_a_gather_with_an_error_retrieves_its_finished_members() -> None:
+    progress = Progress.current()
+    account = Account(progress.loop, prompt=True)
+    with heard() as warned:
+        members: list[Operation[str]] = [Operation(progress, "member", seq, account=account) for seq in range(4)]
+        members[0].resolve("before")
+        members[1].reject(error := ValueError("no"))
+        members[2].resolve("after")
+        handles = [member.handle for member in members]
+        together, every = aiodist.handles.gather(*handles), aiodist.handles.gather(*handles, return_exceptions=True)
+        with pytest.raises(ValueError, match="no"):
+            await together
+        members[3].resolve("late")
+        assert await every == ["before", error, "after", "late"]
+        members = [Operation(progress, "member", seq, account=account) for seq in range(2)]
+        members[0].reject(ValueError("no"))
+        members[1].resolve("never seen")
+        with pytest.raises(ValueError, match="no"):
+            await aiodist.handles.gather(*[member.handle for member in members])
+        del members, handles
+        gc.collect()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [str(warning.message) for warning in warned] == []
+
+
 async def test_h7_nothing_is_raised_by_the_garbage_collector(reports: list[dict[str, Any]]) -> None:
     """Warnings are errors in this run, and an error in `__del__` would fail it."""
     progress = Progress.current()
