@@ -5,7 +5,6 @@
 #include "binding.h"
 
 #include <errno.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "files.h"
@@ -326,7 +325,7 @@ static PyObject *completions_sleep(Completions *self, PyObject *none) {
 // Returns True if `poll` has work.
 static PyObject *completions_woken(Completions *self, PyObject *none) {
     (void)none;
-    eventfd_t value;
+    eventfd_t value = 0;
     (void)eventfd_read(self->event, &value);
     drive_begin(self);
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) {
@@ -335,7 +334,7 @@ static PyObject *completions_woken(Completions *self, PyObject *none) {
         wait_for_word(lane);
     }
     drive_end(self);  // later ends wake the loop again
-    return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants));
+    return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants) || value >= MESSAGE_CAME);
 }
 
 static PyObject *completions_heavy(Completions *self, void *closure) {

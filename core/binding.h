@@ -7,10 +7,14 @@
 #include <Python.h>
 #include <sched.h>
 #include <structmember.h>
+#include <sys/eventfd.h>
 
 #include "doorbell.h"
 #include "core.h"
 #include "ranges.h"
+
+// Added to the event of a loop by a message that wakes it. Lanes add 1.
+#define MESSAGE_CAME ((eventfd_t)1 << 32)
 
 enum {
     SLICE = 20000,            // nanoseconds of one drive of a lane by a Python thread

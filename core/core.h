@@ -112,9 +112,9 @@ typedef struct core_doorbell {
     _Alignas(64) _Atomic uint32_t sleep;  // a core_sleep, written only by its process
     _Atomic uint64_t rung_at;             // time of the last ring
     _Atomic int core;                     // 1 + the core on which its engine is busy, or 0; written only by its process
-    // True if the loop of this process waits for other ranks. The first rank that then writes to its block also writes
-    // the loop's event, which is faster than a wake-up by the engine. The engine is rung too, since the loop may be
-    // busy.
+    // True if the loop of this process waits for other ranks. The first rank that then writes to its block, or sends a
+    // message, also writes the loop's event, which is faster than a wake-up of another thread first. The engine is rung
+    // too, since the loop may be busy. A progress thread is not: it looks every millisecond, and needs the loop's GIL.
     _Alignas(64) _Atomic bool loop_waits;
 } core_doorbell;
 enum core_sleep {

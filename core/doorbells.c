@@ -47,25 +47,37 @@ static PyObject *doorbell_ring(Doorbell *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
-static PyObject *doorbell_call(Doorbell *self, PyObject *none) {
-    (void)none;
+static PyObject *doorbell_call(Doorbell *self, PyObject *args) {
+    int event = -1;
+    if (!PyArg_ParseTuple(args, "|i", &event)) return NULL;
     atomic_thread_fence(memory_order_seq_cst);  // an owner that is about to sleep sees the earlier writes of this rank
-    if (atomic_load(&self->doorbell->sleep) == CORE_LISTENS) core_doorbell_ring(self->doorbell);
+    if (event >= 0 && atomic_load(&self->doorbell->loop_waits) && atomic_exchange(&self->doorbell->loop_waits, false))
+        (void)eventfd_write(event, MESSAGE_CAME);  // if it fails, the owner's thread looks within a millisecond
+    else if (atomic_load(&self->doorbell->sleep) == CORE_LISTENS) core_doorbell_ring(self->doorbell);
+    Py_RETURN_NONE;
+}
+
+static PyObject *doorbell_set_loop_waits(Doorbell *self, PyObject *waits) {
+    int value = PyObject_IsTrue(waits);
+    if (value < 0) return NULL;
+    atomic_store(&self->doorbell->loop_waits, value != 0);
+    atomic_thread_fence(memory_order_seq_cst);  // pairs with the fence of a `call`: the owner looks for messages next
     Py_RETURN_NONE;
 }
 
 static PyObject *doorbell_wait(Doorbell *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"seconds", "for_all", NULL};
+    static char *names[] = {"seconds", "for_all", "times", NULL};
     PyObject *limit;
-    int for_all = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O|p", names, &limit, &for_all)) return NULL;
+    int for_all = 1, times = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O|pi", names, &limit, &for_all, &times)) return NULL;
     double seconds = limit == Py_None ? 0 : PyFloat_AsDouble(limit);
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     uint64_t nanoseconds = limit == Py_None ? 0 : seconds > 0 ? (uint64_t)(seconds * 1e9) + 1 : 1;
     atomic_store(&self->doorbell->sleep, for_all ? CORE_LISTENS : CORE_SLEEPS);
     if (atomic_load(&self->doorbell->count) == self->heard) {
         Py_BEGIN_ALLOW_THREADS;
-        core_doorbell_wait(self->doorbell, self->heard, nanoseconds);
+        do core_doorbell_wait(self->doorbell, self->heard, nanoseconds);
+        while (--times > 0 && atomic_load(&self->doorbell->count) == self->heard && atomic_load(&self->doorbell->loop_waits));
         Py_END_ALLOW_THREADS;
     }
     atomic_store(&self->doorbell->sleep, CORE_AWAKE);
@@ -75,10 +87,14 @@ static PyObject *doorbell_wait(Doorbell *self, PyObject *args, PyObject *named) 
 
 static PyMethodDef doorbell_methods[] = {
     {"ring", (PyCFunction)doorbell_ring, METH_NOARGS, "Wake the thread that waits; from any thread."},
-    {"call", (PyCFunction)doorbell_call, METH_NOARGS, "Ring from another process, if the owner waits for other processes too."},
+    {"call", (PyCFunction)doorbell_call, METH_VARARGS,
+     "call(event=-1): from another process, write the `event` of the owner's loop if the loop waits, once; else ring if "
+     "the owner waits for other processes too."},
+    {"set_loop_waits", (PyCFunction)doorbell_set_loop_waits, METH_O,
+     "set_loop_waits(waits): let the next `call` write the event of the owner's loop, or not."},
     {"wait", (PyCFunction)(void (*)(void))doorbell_wait, METH_VARARGS | METH_KEYWORDS,
-     "wait(seconds, for_all=True): return after a ring, or after `seconds`; None is no limit.\n\n"
-     "True for `for_all` lets other processes ring too."},
+     "wait(seconds, for_all=True, times=1): return after a ring, or after `seconds`; None is no limit.\n\n"
+     "True for `for_all` lets other processes ring too. Without a ring, wait up to `times` times while the loop waits."},
     {0},
 };
 static PyType_Slot doorbell_slots[] = {

@@ -58,9 +58,16 @@ class Alarm:
         self.asleep = False
         self._doorbell.ring()
 
-    def sleep(self, seconds: float | None, *, for_all: bool) -> None:
-        """Sleep until a ring, or for `seconds`. True for `for_all` lets other processes wake the thread too."""
-        self._doorbell.wait(seconds, for_all=for_all)
+    def sleep(self, seconds: float | None, *, for_all: bool, times: int = 1) -> None:
+        """Sleep until a ring, or for `seconds`, up to `times` times while a loop waits for a message and none comes.
+
+        True for `for_all` lets other processes wake the thread too.
+        """
+        self._doorbell.wait(seconds, for_all, times)
+
+    def loop_polls(self) -> None:
+        """Let messages wake the thread again, and not a loop, since the loop polls (loop's thread)."""
+        self._doorbell.set_loop_waits(False)
 
     def sleep_at(self, doorbell: _core.Doorbell) -> None:
         """Let the thread sleep at a doorbell that a native library rings."""

@@ -41,7 +41,7 @@ _POLLING, _PARKED, _IDLE = LoopPace.POLLING, LoopPace.PARKED, LoopPace.IDLE
 
 
 class Driven(Protocol):
-    """Pending operations that polls and a thread without Python drive."""
+    """Pending operations that polls drive, and a thread without Python or other ranks, which wake a sleeping loop."""
 
     @property
     def heavy(self) -> bool:
@@ -196,6 +196,7 @@ class Progress(LoopWork, Quiet):
         self.held.add(self)
         self._set_pace(_POLLING)
         self._quiet_since = perf_counter()
+        alarm.loop_polls()
         self.loop.call_soon(self._turn)
         if alarm.asleep or not self.watched:
             progress_thread.wake(self)

@@ -12,6 +12,7 @@ from aiodist.handles.polling import LoopPace, LoopWork, alarm, transport_lock
 from aiodist.threads import OwnThread
 
 _TICK_SECONDS = 1e-3  # period in which the thread checks that the loops still poll
+_PARKED_TICKS = 20  # most ticks without a look while all loops sleep, and no message comes
 _LINGER_SECONDS = 0.2  # time without work before the thread sleeps (a wake-up costs 20 us)
 _COMPUTING_LINGER_SECONDS = 2e-3  # the same while a stream computes
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
@@ -30,6 +31,8 @@ class ProgressThread:
         self._ending = False
         self._seen: dict[int, int] = {}
         """`LoopWork.polls` of each loop at the last look, by id."""
+        self._ticks = 1
+        """Number of pauses, one after the other, while the loop waits for a message and none has come."""
         self._idle_since = self._busy_since = perf_counter()
 
     def wake(self, work: LoopWork) -> None:
@@ -87,7 +90,7 @@ class ProgressThread:
 
     def look(self) -> tuple[float | None, bool]:
         """Poll for the loops that do not poll themselves, and return the arguments of `pause`."""
-        began = perf_counter()
+        began, self._ticks = perf_counter(), 1
         pending = [work for work in self._alive() if work.pending()]
         due = [work for work in pending if self._is_due(work)]
         driven = [work.drive() for work in due]
@@ -111,6 +114,8 @@ class ProgressThread:
         if now - self._idle_since > (_COMPUTING_LINGER_SECONDS if computing else self.linger_seconds):
             return None, False
         rung = all(work.rings() and not work.threads_waiting for work in pending)
+        if pending and rung and all(work.pace is LoopPace.PARKED for work in pending):
+            self._ticks = _PARKED_TICKS
         return min(max(vain / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS, left_to_us
 
     def _is_due(self, work: LoopWork) -> bool:
@@ -131,7 +136,7 @@ class ProgressThread:
                 alarm.sleep(None, for_all=False)
             alarm.asleep = False
         elif seconds:
-            alarm.sleep(seconds, for_all=left_to_us)
+            alarm.sleep(seconds, for_all=left_to_us, times=self._ticks)
 
     def _nothing_pending(self) -> bool:
         """Return True if nothing is pending, also between the steps of an operation ([Note: no wake-up is lost])."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -85,6 +86,26 @@ def test_a5_another_process_does_not_wake_one_who_sleeps_for_its_own(page: mmap.
         assert word_in(page, 0)[0] == heard, "it was rung"
         assert thread.is_alive()
         other.ring()
+
+
+def test_a5_a_loop_that_waits_is_woken_once_in_place_of_the_thread(page: mmap.mmap) -> None:
+    mine, other = doorbell_in(page), doorbell_in(page)
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        with _sleeping(mine, page) as thread:
+            mine.set_loop_waits(True)
+            other.call(event)
+            assert os.eventfd_read(event) > 1, "a message is told from the writes of lanes, of 1"
+            assert thread.is_alive()
+            other.call(event)  # the loop does not wait any more
+            thread.join(10)
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(event)
+        mine.set_loop_waits(True)
+        with _sleeping(mine, page):
+            other.call()  # the event has not come yet
+    finally:
+        os.close(event)
 
 
 def test_a5_a_doorbell_of_one_process_needs_no_memory() -> None:

@@ -25,12 +25,14 @@ from aiodist.backends.shm.peers import NUMBERS, ShmPeer, lost
 from aiodist.backends.shm.records import Box, Envelope, ShmReceive, ShmSend, too_long
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
+from aiodist.handles.polling import LoopPace
 from aiodist.types import ANY
 
 Ts = TypeVarTuple("Ts")
 PASS_BYTES = 1 << 20  # bytes that one poll copies, approximately
 
 _LOOK_PASSES = 64  # idle polls between two checks of the sockets
+_PARKED_PASSES = 16  # idle polls for which one counts while the loop sleeps, since the pauses are long
 _BUSY_PASSES = 1024  # most polls between two checks of the sockets
 _GONE_SECONDS = 0.02  # between two checks for lost ranks
 
@@ -49,9 +51,10 @@ class _Copy:
 
 
 class Messages:
-    """See the module. All methods except the constructor run with the transport lock held."""
+    """See the module. All methods except the constructor and `sleep` run with the transport lock held."""
 
     of_ranks = True
+    heavy = False
 
     def __init__(self, near: Neighbourhood, progress: Progress) -> None:
         self.near = near
@@ -74,6 +77,7 @@ class Messages:
         self._ask_at = 0.0
         self._failure: AiodistError | None = None
         progress.add_poller(self)
+        progress.driven.append(self)
 
     def _poll_only(self, peers: Iterable[ShmPeer]) -> None:
         self._polled = tuple(peers)
@@ -230,7 +234,7 @@ class Messages:
             if self._copies:
                 self._work()
                 moved = True
-            self._passes += 1
+            self._passes += _PARKED_PASSES if self.progress.pace is LoopPace.PARKED else 1
             if self._passes >= (_BUSY_PASSES if moved else _LOOK_PASSES) and self._look():
                 return True
             if moved:
@@ -239,6 +243,13 @@ class Messages:
                 return False
             if all(peer.idle for peer in self._polled) and not arrived(self._rings, until):
                 self._passes = _LOOK_PASSES
+
+    def sleep(self) -> bool:
+        """Let the next message wake the loop, and not the progress thread. Return False if one has come already."""
+        if not len(self) or self._copies or not all(peer.idle for peer in self._polled):
+            return True  # no poll would read the message, or more than messages would advance
+        self.near.doorbell.set_loop_waits(True)
+        return not arrived(self._rings, 0.0)
 
     def _look(self) -> bool:
         """Send waiting data over the sockets and check for lost ranks. Return True if a rank is newly lost."""
@@ -322,6 +333,7 @@ class Messages:
         """Stop polling. Pending operations fail."""
         self.fail(error)
         self.progress.remove_poller(self)
+        self.progress.driven.remove(self)
 
     def release(self) -> None:
         """Free the memory for messages, which no rank uses any more."""

@@ -56,6 +56,7 @@ class Neighbour:
         self._tables: dict[int, int] = {}  # descriptors of tables, by number
         self._segments: dict[int, Tensor] = {}
         self.core = _core.Memory()  # mapped segments, for the compiled core
+        self._event = -1  # the eventfd of the rank's loop, which `core` owns
         self._doorbell: _core.Doorbell | None = None
 
     def send(self, message: dict[str, Any], fd: int | None = None, table: HostTable | None = None) -> None:
@@ -106,6 +107,7 @@ class Neighbour:
         elif "event" in message:
             for fd in fds:
                 self.core.set_event(fd)
+                self._event = fd
         elif "left" in message:
             self.places.pop(message["left"], None)
             self.left.add(message["left"])
@@ -175,8 +177,8 @@ class Neighbour:
         return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_DOORBELL_AT:]
 
     def ring(self) -> None:
-        """Wake the neighbour's progress thread from a sleep."""
-        self.doorbell.call()
+        """Wake the neighbour's loop if the loop waits for messages, else its progress thread from a sleep."""
+        self.doorbell.call(self._event)
 
     def close(self) -> None:
         self._link.close()
