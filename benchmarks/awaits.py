@@ -12,6 +12,7 @@ import torch
 from aiodist.bench import collectives
 from aiodist.bench.timing import Contender, interleaved, pace
 from aiodist.handles import gather
+from aiodist.streams.writes import increment_version
 from benchmarks import beside
 from benchmarks.busy import BUSY, cores_to_keep_busy, spinning
 from benchmarks.figures import figure, histogram
@@ -27,6 +28,8 @@ __all__ = ["measure"]
 SMALL = (4, 1 << 10, 8 << 10, 32 << 10)
 COUNTS = {1000: 20, 20_000: 3}
 """Samples of each figure, by the number of handles in flight."""
+VERSIONS = "torch:increment_version"
+"""Name of torch's share of a call."""
 _MANY_WARMUPS = 2
 _EACH_BATCH = 2000
 _Gather = Callable[..., Awaitable[Any]]
@@ -99,7 +102,10 @@ class _Finished:
 
 
 async def _many(session: Session, count: int, repeat: int) -> list[Record]:
-    """Issue `count` operations and gather them, with asyncio and with aiodist in turn; gather finished ones."""
+    """Issue `count` operations and gather them, with asyncio and with aiodist in turn; gather finished ones.
+
+    Torch's share of a call is timed apart: two raises of a version, when the call returns and when the operation ends.
+    """
     allreduce = allreduce_of(session)
     tensors = [torch.zeros(1) for _ in range(count)]
     finished = [_Finished() for _ in range(count)]
@@ -107,6 +113,8 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
     waits: dict[str, list[float]] = {op: [] for op in gathers}
     issue: list[float] = []
     floor: list[float] = []
+    versions: list[float] = []
+    lists = [[t] for t in tensors]
     warmups = min(_MANY_WARMUPS, repeat)
     for turn in range(warmups + repeat):
         for op, gathered in gathers.items():
@@ -124,11 +132,16 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
         await asyncio.gather(*finished)
         if turn >= warmups:
             floor.append((perf_counter() - began) / count)
+        began = perf_counter()
+        for one in lists:
+            increment_version(one)
+        if turn >= warmups:
+            versions.append(2 * (perf_counter() - began) / count)
     records = []
     for op, samples in waits.items():
         beside_it = {"asyncio:finished": floor} if op == f"gather_{count}" else {}
         records += await session.timed(op, 4, {name_of(session): samples, **beside_it})
-    return records + await session.timed(f"issue_{count}", 4, {name_of(session): issue})
+    return records + await session.timed(f"issue_{count}", 4, {name_of(session): issue, VERSIONS: versions})
 
 
 async def _comparing(session: Session) -> list[Record]:

@@ -71,10 +71,12 @@ def test_t1_handles_at_once_are_gathered_beside_what_is_finished(monkeypatch: py
             ("gather", "asyncio:finished"),
             ("aiodist_gather", "aiodist:auto"),
             ("issue", "aiodist:auto"),
+            ("issue", "torch:increment_version"),
         )
     ]
     assert [(r.op, r.impl) for r in found] == [
         ("await_small", "aiodist:auto"),
+        ("await_each", "aiodist:auto"),
         *many,
         ("allreduce", "aiodist:auto"),
     ]
