@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiodist.bench.timing import WARMUPS, percentile
+from benchmarks.busy import cores_to_keep_busy, spinning
 from benchmarks.first import allreduce_of, name_of, valued
 from benchmarks.ticker import ticker
 
@@ -299,32 +300,61 @@ def _backward(parameters: list[torch.Tensor]) -> float:
 
 
 async def _await_busy(session: Session) -> list[Record]:
-    """Measure the mean of 4 MiB awaits with a thread of pure Python, divided by the mean without it."""
+    """Measure the mean of 4 MiB awaits with a thread of pure Python, divided by the mean without it.
+
+    For comparison, a process spins on each core, and needs no GIL. Further figures, of the awaits with the thread: the
+    share of their time in which the thread ran, with the GIL, and how often it began to run, per await.
+    """
     t = _tensor(MIDDLE)
+    cores = await cores_to_keep_busy(session.coll)
     for _ in range(WARMUPS):
         await allreduce_of(session)(t)
-    idle, busy = [], []
+    idle, busy, spun = list[float](), list[float](), list[float]()
+    held = list[float]()
     for _ in range(session.plan.repeat or 20):
         idle += [await _clocked(session, t) for _ in range(5)]
-        with _busy_thread():
-            busy += [await _clocked(session, t) for _ in range(5)]
-    ratio = statistics.fmean(busy) / statistics.fmean(idle)
-    return await valued(session, "await_busy", name_of(session), ratio, MIDDLE)
+        with _busy_thread() as holds:
+            awaits = []
+            for _ in range(5):
+                busy.append(await _clocked(session, t))
+                ended = perf_counter()
+                awaits.append((ended - busy[-1], ended))
+        for began, ended in awaits:
+            inside = (min(stop, ended) - max(start, began) for start, stop in holds)
+            held += [seconds for seconds in inside if seconds > 0]
+        with spinning(cores):
+            spun += [await _clocked(session, t) for _ in range(5)]
+    mean, name = statistics.fmean(idle), name_of(session)
+    return [
+        *await valued(session, "await_busy", name, statistics.fmean(busy) / mean, MIDDLE),
+        *await valued(session, "await_busy_processes", name, statistics.fmean(spun) / mean, MIDDLE),
+        *await valued(session, "await_busy_held", name, sum(held) / sum(busy), MIDDLE),
+        *await valued(session, "await_busy_handovers", name, len(held) / len(busy), MIDDLE),
+    ]
+
+
+_SWITCHED_SECONDS = 1e-5
 
 
 @contextmanager
-def _busy_thread() -> Iterator[None]:
+def _busy_thread() -> Iterator[list[tuple[float, float]]]:
+    """Run a thread of pure Python; yield a growing list of the times in which it ran, with the GIL."""
     stop = False
+    holds: list[tuple[float, float]] = []
 
     def burn() -> None:
-        count = 0
+        start = last = perf_counter()
         while not stop:
-            count += 1
+            now = perf_counter()
+            if now - last > _SWITCHED_SECONDS:
+                holds.append((start, last))
+                start = now
+            last = now
 
     thread = threading.Thread(target=burn, daemon=True)
     thread.start()
     try:
-        yield
+        yield holds
     finally:
         stop = True
         thread.join()

@@ -107,6 +107,13 @@ def _rows() -> tuple[Tail, ...]:
         Tail("await", "4 MiB beside a thread of Python / idle", "await_busy 4 MiB aiodist:auto", 2.0, field="value"),
         Tail(
             "await",
+            "the same beside a spinning process on each core",
+            "await_busy_processes 4 MiB aiodist:auto",
+            2.0,
+            field="value",
+        ),
+        Tail(
+            "await",
             "1,000 handles, each call (beside it: torch's part, two raises of a version)",
             "issue_1000 4 B aiodist:auto",
             1.0,

@@ -58,6 +58,7 @@ def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: 
     assert timed == [
         *[("await_small", nbytes) for nbytes in (4, 1024)],
         ("comparing", 4),
+        ("await_each", 4),
         *[(f"{op}_{count}", 4) for count in (1000, 20_000) for op in ("gather", "aiodist_gather", "issue")],
         ("allreduce", 64 << 20),
         ("wake_up", 4),
@@ -66,7 +67,8 @@ def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: 
     values = {r["op"]: r["value"] for r in records if "value" in r}
     assert list(values) == [
         *("parked_cpu", "peer_computes_cpu", "loop_lag_idle", "loop_lag", "loop_lag_small"),
-        *("progress_busy", "backward_beside_pending", "await_busy"),
+        *("progress_busy", "backward_beside_pending"),
+        *("await_busy", "await_busy_processes", "await_busy_held", "await_busy_handovers"),
     ]
     assert all(value >= 0 for value in values.values())
     beside = {r["nbytes"] for r in records if r["op"] == "await_small" and r["impl"] == "mpi4py:iallreduce"}
