@@ -116,6 +116,7 @@ class Handle(_core.Handle, Generic[T]):
         try:
             with shown_to_asyncio(self) if progress.carriers else _NOT_SHOWN:
                 yield from waiter.future
+            progress.keep_hurrying(self.nbytes if hurries else 0)
         except GeneratorExit:  # perhaps from the garbage collector, in the middle of other code
             self._given_up = True
             progress.post(self._remove_waiter, waiter)

@@ -40,6 +40,9 @@ from aiodist.handles.gil import Hurry
 
 Ts = TypeVarTuple("Ts")
 
+_LARGE_BYTES = 256 << 10
+_LINGER_SECONDS = 1e-2
+
 
 class CallbackFailed(Exception):
     """Raised by a poller, which is sound, from the error of a callback that the poller has made."""
@@ -310,6 +313,15 @@ class LoopWork(_core.Pacer):
     def hurry(self, count: int) -> None:
         """Add `count`, also negative, to the operations whose end needs the GIL soon (any thread)."""
         self._hurry.add(count)
+
+    def keep_hurrying(self, nbytes: int) -> None:
+        """Add a reason for 10 ms after the await of a large operation (loop's thread).
+
+        Another one may follow, and meanwhile each call of torch releases the GIL.
+        """
+        if nbytes >= _LARGE_BYTES:
+            self.hurry(1)
+            self.loop.call_later(_LINGER_SECONDS, self.hurry, -1)
 
     def thread_waits(self, count: int, *, polled: bool) -> None:
         """Add `count`, also negative, to the threads that wait for handles. These threads then get the GIL sooner.

@@ -105,6 +105,17 @@ def test_h1_threads_switch_as_before_when_a_loop_ends_in_a_large_transfer(closed
     assert sys.getswitchinterval() == usual
 
 
+async def test_h1_threads_switch_sooner_for_a_moment_after_a_large_await(until: Any) -> None:
+    gc.collect()
+    progress, usual = Progress.current(), sys.getswitchinterval()
+    progress.keep_hurrying(4096)
+    assert sys.getswitchinterval() == usual
+    progress.keep_hurrying(1 << 20)
+    progress.keep_hurrying(1 << 20)
+    assert sys.getswitchinterval() < usual
+    await until(lambda: sys.getswitchinterval() == usual)
+
+
 async def test_h1_operations_start_in_the_order_of_issue(transport: Any, until: Any) -> None:
     progress = Progress.current()
     order: list[int] = []
