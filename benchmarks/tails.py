@@ -6,12 +6,14 @@ time that the row is compared with, or the floor of this machine. It loads no to
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -226,6 +228,7 @@ def histograms(runs: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) ->
 def tails(
     runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of all commands.")] = 10,
     only: Annotated[str | None, typer.Option(metavar="NAMES", help=f"Some of {','.join(COMMANDS)} (all).")] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON of the records, after each run.")] = None,
 ) -> None:
     """Run the commands of all rows, and print a table with targets and spread, and histograms."""
     names = list(COMMANDS) if only is None else [name.strip() for name in only.split(",")]
@@ -239,6 +242,8 @@ def tails(
         for name in names:
             records = executed(COMMANDS[name])
             found[-1][name] = of_rows(records) if isinstance(records, str) else labelled(records)
+        if keep is not None:
+            keep.write_text(json.dumps(found), encoding="utf-8")
         print(f"run {run + 1}: {perf_counter() - began:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
     print(f"{machine()}; load before the runs {load:.1f}; {runs} runs\n")  # noqa: T201
     print(markdown(ROWS, found))  # noqa: T201
