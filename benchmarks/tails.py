@@ -176,7 +176,7 @@ def _rows() -> tuple[Tail, ...]:
 ROWS = _rows()
 
 
-_LINE = re.compile(r"^ *([\d.]+ MB) (.{12}) +([\d.]+) ms", re.MULTILINE)
+_LINE = re.compile(r"^(?:\[\d+\])? *([\d.]+ MB) (.{12}) +([\d.]+) ms", re.MULTILINE)
 
 
 def of_rows(text: str) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,6 @@
 
 enum {
     PORTION_BYTES = CORE_PORTION_BYTES,  // bytes of a portion
-    PAIR_BYTES = 1 << 16,     // the same between two ranks
     AHEAD = 2,                // portions that are filled ahead of the current one
     SLICE_BYTES = 1 << 16,    // bytes of work between two reads of the clock
     WHOLE_BYTES = CORE_WHOLE_BYTES,  // longest data sent with the entry, so that the ranks meet once

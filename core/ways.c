@@ -93,12 +93,8 @@ static uint64_t stride_of(const core_lane *lane, const core_op *op) {
     return longest * itemsize(op);
 }
 
-// Returns the bytes of a portion; all ranks have stages of one size. With short portions, less of the stages is in use,
-// so the caches also keep the tensors; but more than two ranks would wait for each other more often.
-static uint64_t portion_bytes(const core_lane *lane) {
-    uint64_t most = least(PORTION_BYTES, lane->stage_bytes / 4);
-    return lane->ranks == 2 ? least(PAIR_BYTES, most) : most;
-}
+// Returns the bytes of a portion; all ranks have stages of one size.
+static uint64_t portion_bytes(const core_lane *lane) { return least(PORTION_BYTES, lane->stage_bytes / 4); }
 
 bool way_prepare(const core_lane *lane, core_op *op) {
     uint64_t item = itemsize(op), portion = portion_bytes(lane);
