@@ -18,7 +18,7 @@ import aiodist
 from aiodist.ps import ParameterServer
 
 _DIM = 64
-_ROWS = ((4096, 60), (65536, 20))
+_ROWS = ((16, 2000), (4096, 60), (65536, 20))
 """Numbers of rows, and rounds for each."""
 _WARMUPS = 3
 
@@ -57,7 +57,7 @@ async def _measure(ps: ParameterServer, count: int, rounds: int) -> None:
         medians = {way: 1e3 * median(taken[_WARMUPS:]) for way, taken in seconds.items()}
         for way, milliseconds in medians.items():
             ratio = milliseconds / medians[way.split()[0]]
-            sys.stdout.write(f"{plain.nbytes / 1e6:6.1f} MB {way:12} {milliseconds:6.2f} ms, {ratio:.2f} times\n")
+            sys.stdout.write(f"{plain.nbytes / 1e6:6.1f} MB {way:12} {milliseconds:8.4f} ms, {ratio:.2f} times\n")
     if ps.is_worker:
         await ps.barrier()
 

@@ -33,7 +33,6 @@ COMMANDS = {
     "busy": "python -m benchmarks await --impl auto --against mpi4py --busy",
     "ordinary": "python -m benchmarks allreduce --impl auto --sizes 256KiB,1MiB,4MiB,16MiB",
     "ps-mpi": "python -m benchmarks ps --impl ps --against mpi --sizes 4KiB --mpi openmpi",
-    "ps": "python -m benchmarks ps --impl ps --against rpc --sizes 4KiB --mpi none",
     "rows": "aiodist run -n 2 --mpi none benchmarks/ps_rows.py",
     "mlp": f"{_TRAIN} --model mlp --batch 32",
     "transformer": f"{_TRAIN} --model transformer --batch 4",
@@ -148,7 +147,7 @@ def _rows() -> tuple[Tail, ...]:
     push = "push 4 KiB copy"
     served = (
         Tail("ps-mpi", "push of 4 KiB under Open MPI", f"{push} aiodist:ps", 25.0, beside=f"{push} mpi"),
-        Tail("ps", "push of 4 KiB without MPI", f"{push} aiodist:ps", 25.0, beside=f"{push} rpc"),
+        Tail("rows", "push of 4 KiB without MPI", "0.0 MB push", 25.0),
         *(
             Tail("rows", f"pull of rows, {size} / a plain tensor", f"{size} pull rows", 2.0, (f"{size} pull",))
             for size in ("1.0 MB", "16.8 MB")
