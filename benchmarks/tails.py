@@ -91,7 +91,7 @@ def _rows() -> tuple[Tail, ...]:
         Tail("await", "the same of `Allreduce`", f"{each} {mpi}", 60.0, field="p99"),
         Tail(
             "busy",
-            "4 B beside spinning processes, mean / `Iallreduce`",
+            "4 B with spinning processes, mean / `Iallreduce`",
             f"{busy} aiodist:auto",
             0.5,
             (f"{busy} mpi4py:iallreduce",),
@@ -105,17 +105,17 @@ def _rows() -> tuple[Tail, ...]:
             ("wake_up 4 B pipe:add_reader",),
         ),
         Tail("await", "wake-up of a blocking read", "wake_up 4 B pipe:read", 60.0),
-        Tail("await", "4 MiB beside a thread of Python / idle", "await_busy 4 MiB aiodist:auto", 2.0, field="value"),
+        Tail("await", "4 MiB with a thread of Python / idle", "await_busy 4 MiB aiodist:auto", 2.0, field="value"),
         Tail(
             "await",
-            "the same beside a spinning process on each core",
+            "the same with a spinning process on each core",
             "await_busy_processes 4 MiB aiodist:auto",
             2.0,
             field="value",
         ),
         Tail(
             "await",
-            "1,000 handles, each call (beside it: torch's part, two raises of a version)",
+            "1,000 handles, each call (compared with torch's part, two raises of a version)",
             "issue_1000 4 B aiodist:auto",
             1.0,
             beside="issue_1000 4 B torch:increment_version",
@@ -160,7 +160,7 @@ def _rows() -> tuple[Tail, ...]:
         for name, other, target in (("no communication", "none", over_none), ("DDP", "ddp", 0.98))
     )
     saved = (
-        Tail("checkpoint", "step beside a checkpoint", "checkpoint:beside aiodist:step", 1.05, field="value"),
+        Tail("checkpoint", "step during a checkpoint", "checkpoint:beside aiodist:step", 1.05, field="value"),
         Tail(
             "checkpoint",
             "held up by `save` / by `async_save`",

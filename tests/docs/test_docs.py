@@ -20,7 +20,7 @@ import benchmarks.__main__ as benchmarks_main
 from aiodist import cli
 from aiodist.bench import cli as bench_cli
 from aiodist.bench.plan import COLLECTIVES
-from benchmarks import faults, gpu, ps_convergence, recovery, results, scale, suite
+from benchmarks import faults, gpu, ps_convergence, recovery, results, scale, suite, tails
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,6 +132,7 @@ def check_benchmark(words: list[str]) -> str | None:
         "faults": faults.app,
         "recovery": recovery.app,
         "results": results.app,
+        "tails": tails.app,
     }
     if words[0] not in {*suite.BENCHMARKS, *own}:
         return f"there is no benchmark {words[0]}"
