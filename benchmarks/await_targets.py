@@ -101,9 +101,9 @@ _VALUES = (
 
 def _waits(records: Sequence[Figure]) -> list[Verdict]:
     woken = [
-        Verdict("wake_up", record.seconds * 1e6, "us", 100.0)
-        for record in records
-        if record.op == "wake_up" and record.seconds is not None
+        Verdict(f"wake_up {mine.impl} / {peer.impl}", ratio(mine.seconds, peer.seconds), "x", 1.2)
+        for ours in dict.fromkeys(r.impl for r in records if r.impl.startswith("aiodist:"))
+        for mine, peer in _pairs([record for record in records if record.op == "wake_up"], ours, "pipe:add_reader")
     ]
     return woken + [
         Verdict(op, record.value * scale, unit, target)

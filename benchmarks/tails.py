@@ -52,7 +52,8 @@ class Tail:
     what: str
     ours: str
     """Label of a record."""
-    target: float
+    target: float | None = None
+    """None for a floor, which is only shown."""
     others: tuple[str, ...] = ()
     field: str = "seconds"
     """Field of the records: seconds (the median), mean, p99 or value."""
@@ -72,11 +73,14 @@ class Tail:
 
     def reaches(self, value: float) -> bool:
         """Return True if the value reaches the target."""
+        assert self.target is not None
         return value >= self.target if self.at_least else value <= self.target
 
     @property
     def bound(self) -> str:
         """The target, as text."""
+        if self.target is None:
+            return ""
         unit = "" if self.others or self.field == "value" else " us"
         return f"{'at least' if self.at_least else 'at most'} {self.target:g}{unit}"
 
@@ -88,7 +92,7 @@ def _rows() -> tuple[Tail, ...]:
         Tail("await", "4 B, median / `Allreduce`", auto, 1.0, (f"{each} {mpi}",)),
         Tail("await", "4 B, mean / `Allreduce`", auto, 2.0, (f"{each} {mpi}",), "mean"),
         Tail("await", "4 B, 99th percentile", auto, 60.0, field="p99"),
-        Tail("await", "the same of `Allreduce`", f"{each} {mpi}", 60.0, field="p99"),
+        Tail("await", "the same of `Allreduce`, us", f"{each} {mpi}", field="p99"),
         Tail(
             "busy",
             "4 B with spinning processes, mean / `Iallreduce`",
@@ -104,13 +108,12 @@ def _rows() -> tuple[Tail, ...]:
             1.2,
             ("wake_up 4 B pipe:add_reader",),
         ),
-        Tail("await", "wake-up of a blocking read", "wake_up 4 B pipe:read", 60.0),
+        Tail("await", "wake-up of a blocking read, us", "wake_up 4 B pipe:read"),
         Tail("await", "4 MiB with a thread of Python / idle", "await_busy 4 MiB aiodist:auto", 2.0, field="value"),
         Tail(
             "await",
             "the same with a spinning process on each core",
             "await_busy_processes 4 MiB aiodist:auto",
-            2.0,
             field="value",
         ),
         Tail(
@@ -195,11 +198,11 @@ def markdown(rows: Sequence[Tail], runs: Sequence[Mapping[str, Mapping[str, Mapp
             continue
         values = [value for value, _ in found]
         shown = [seconds for _, seconds in found if seconds is not None]
-        reached = sum(map(row.reaches, values))
+        reached = "" if row.target is None else f"{sum(map(row.reaches, values))} of {len(values)}"
         beside = seconds_text(statistics.median(shown)) if shown else ""
         lines.append(
             f"| {row.what} | {row.bound} | {statistics.median(values):.3g} | {min(values):.3g} to {max(values):.3g} "
-            f"| {reached} of {len(values)} | {beside} | {row.command} |"
+            f"| {reached} | {beside} | {row.command} |"
         )
     return "\n".join(lines)
 

@@ -82,22 +82,22 @@ class _Gathering:
             member.leave_early(self)
 
     def begin(self, members: Iterable[Handle[Any]]) -> None:
-        """Wait for the pending members of `members`."""
-        ended, posted = [], self._posted
+        """Wait for the members that have not ended well already."""
+        waits, posted = [], self._posted
         for member in members:
             if member._is_pending or member in posted or member._status is not RETURNED:
-                ended.append(member)
+                waits.append(member)
             else:
                 member._consumed = True
-        self._waits.update(ended)
-        for member in ended:
+        self._waits.update(waits)
+        for member in waits:
             if not member._is_pending:
                 self.wake(member, None)
             elif member in posted:
                 posted[member].join(self)
             else:
                 member._add_waiter(self)
-        if not ended and self._held is not None:
+        if not waits and self._held is not None:
             self._end(self._held)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:

@@ -84,6 +84,7 @@ def test_t1_a_tail_is_reached_by_its_value() -> None:
     assert quick.value(records) == (1 / 3, 1.0)
     assert quick.reaches(2.1)
     alone = tails.Tail("await", "x", "ours", 4.0, beside="a")
+    assert replace(alone, target=None).bound == ""
     assert alone.value({"ours": {"seconds": 0.5}, "a": {"seconds": 0.25}}) == (5e5, 0.25)
 
 

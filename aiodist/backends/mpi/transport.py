@@ -30,7 +30,7 @@ _MPICH_MEMORY = " /dev/shm/mpich_shm_"
 
 
 class MpiTransport:
-    """One MPI communicator, a duplicate that only aiodist uses."""
+    """One MPI communicator, a duplicate that only aiodist uses. If all ranks are on one host, messages go by `near`."""
 
     name = "mpi"
 
@@ -66,7 +66,7 @@ class MpiTransport:
         return Capabilities(short_receives=True, devices=devices, overruns=True, kept_from=_RENDEZVOUS_BYTES)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Isend of bytes, in chunks of at most 1 GiB."""
+        """Send by `near`, or by Isend of bytes, in chunks of at most 1 GiB."""
         if self.near is not None:
             self.near.isend(t, dst, tag, done)
         elif t.nbytes <= _SHORT_BYTES:
@@ -75,7 +75,7 @@ class MpiTransport:
             self._transfer(t, done, self._comm.Isend, dst, tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Irecv of bytes, in chunks of at most 1 GiB."""
+        """Receive by `near`, or by Irecv of bytes, in chunks of at most 1 GiB."""
         if self.near is not None:
             self.near.irecv(t, src, tag, done)
             return
