@@ -130,6 +130,17 @@ static PyObject *rings_take(Rings *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+// Releases the record that `first` returned, and counts `nbytes` of short messages.
+static PyObject *rings_take_data(Rings *self, PyObject *nbytes) {
+    unsigned long long count = PyLong_AsUnsignedLongLong(nbytes);
+    if (PyErr_Occurred() || !at_record(self)) return NULL;
+    PyObject *data = PyByteArray_FromStringAndSize(self->data, (Py_ssize_t)self->record.size);
+    if (data == NULL) return NULL;
+    core_ring_take(&self->rings);
+    atomic_fetch_add_explicit(&self->rings.mine->returned, count, memory_order_relaxed);
+    return data;
+}
+
 static PyObject *rings_give_back(Rings *self, PyObject *nbytes) {
     unsigned long long count = PyLong_AsUnsignedLongLong(nbytes);
     if (PyErr_Occurred()) return NULL;
@@ -221,6 +232,8 @@ static PyMethodDef rings_methods[] = {
     {"copy", (PyCFunction)rings_copy, METH_O, "copy(address): copy the data of the record that `first` returned."},
     {"data", (PyCFunction)rings_data, METH_NOARGS, "Return the data of the record that `first` returned."},
     {"take", (PyCFunction)rings_take, METH_NOARGS, "Release the record that `first` returned."},
+    {"take_data", (PyCFunction)rings_take_data, METH_O,
+     "take_data(nbytes): `data` as a bytearray, `take` and `give_back(nbytes)` in one call."},
     {"give_back", (PyCFunction)rings_give_back, METH_O, "give_back(nbytes): count received bytes of short messages."},
     {"drain", (PyCFunction)rings_drain, METH_NOARGS, "Count a copied chunk."},
     {0},

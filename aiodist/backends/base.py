@@ -244,6 +244,11 @@ class Capabilities:
     """Smallest send to another rank, in bytes, that completes only after its receive was posted, or None if unknown."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
     """Function of (data, dst, tag) that sends a few bytes in order with `isend`, or returns False if they must wait."""
+    receive_each: Callable[[Tensor, int, Callable[[bytearray], object], Done], None] | None = None
+    """Function of (t, tag, each, done) that receives from any source as `irecv`.
+
+    Before the end, short messages go to `each(data)`, in order. A longer one is written into `t` and ends the receive.
+    """
 
 
 class Native(Protocol):

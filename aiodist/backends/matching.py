@@ -111,6 +111,11 @@ class Matching(Generic[R, M]):
         """Remove and return the first receive that takes a message with these fields."""
         return _take(self._receives, (tag, ANY), src, kind)
 
+    def first(self, tag: int) -> R | None:
+        """Return the first receive that waits for `tag`, or None if another receive takes any tag."""
+        waiting = self._receives.get(tag)
+        return None if waiting is None or ANY in self._receives else waiting[0]
+
     def keep(self, message: M) -> None:
         """Let `message` wait: at the place of its number, or at the end without a number."""
         waiting = self._messages.setdefault(message.tag, [])

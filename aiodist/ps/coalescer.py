@@ -147,7 +147,7 @@ class Coalescer:
         """Function that wakes a rank that may sleep, or None if no rank shares memory."""
         self.rank = transport.rank
         can = transport.capabilities()
-        self._send_now = can.send_now
+        self._send_now, self._receive_each = can.send_now, can.receive_each
         self._sizes = _SHORT_RECEIVES if can.short_receives else _FIXED_RECEIVES
         self.inline_bytes = self._sizes.room // 2 - 256
         """Most bytes of data in an entry."""
@@ -170,7 +170,13 @@ class Coalescer:
         """Begin to receive, with the handler of each kind of entry."""
         self._handlers = handlers
         if self._transport.size > 1:
+            self._receive()
+
+    def _receive(self) -> None:
+        if self._receive_each is None:
             self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
+        else:
+            self._receive_each(self._room, _FRAME_TAG, self._take, self._arrived)
 
     # --- sending ---------------------------------------------------------------------------------------------
 
@@ -274,31 +280,37 @@ class Coalescer:
         if error is not None:
             self._failures += 1  # a backend reports each lost rank once
             if self._failures < self._transport.size:
-                self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
+                self._receive()
             else:
                 self._failed(error)
             return
         came = self._room.numpy().data
-        source, used, number, handled, has_requests = FRAME.unpack_from(came)
+        self._take(bytearray(came[: FRAME.unpack_from(came)[1]]))
+        if not self._closed:  # after the answers, for which other ranks wait
+            self._receive()
+
+    def _take(self, frame: bytearray) -> None:
+        if self._closed:
+            return
+        source, used, number, handled, has_requests = FRAME.unpack_from(frame)
         peer = self._peers[source]
         if number > peer.received:
             self._closed = True
             text = f"rank {source}: its frame {peer.received} to rank {self.rank} is lost, since frame {number} came"
             self._failed(BackendError(text))
             return
-        if number == peer.received:
-            peer.received += 1
-            peer.unanswered -= handled
-            peer.handled += has_requests
-            self._progress.resume_polling()
-            self._to_flush.add(source)
-            try:
-                self._handle(source, peer, memoryview(bytearray(came[:used])))
-            except Exception as raised:  # noqa: BLE001  - it must not end the progress of other operations
-                self._report(source, raised)
-            self.flush()
-        if not self._closed:  # after the answers, for which other ranks wait
-            self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
+        if number < peer.received:
+            return
+        peer.received += 1
+        peer.unanswered -= handled
+        peer.handled += has_requests
+        self._progress.resume_polling()
+        self._to_flush.add(source)
+        try:
+            self._handle(source, peer, memoryview(frame)[:used])
+        except Exception as raised:  # noqa: BLE001  - it must not end the progress of other operations
+            self._report(source, raised)
+        self.flush()
 
     def _handle(self, source: int, peer: _Peer, frame: memoryview) -> None:
         at = FRAME.size

@@ -167,6 +167,11 @@ class Machine(ABC):
         self._last[worker] = number
         return actions
 
+    def step(self, worker: int, number: int, base: int) -> bool:
+        """Make a step of this push alone, of weight 1. Return False, with nothing changed, if `push` must decide."""
+        del worker, number, base
+        return False
+
     def pull(self, event: Pull) -> list[Action]:
         """Return the `Serve` of a read, or no action for a read that waits."""
         client, number, wants = event
@@ -243,13 +248,15 @@ class Machine(ABC):
             parts = tuple([Part(p.worker, p.number, share * weight) for p, weight in zip(pushes, weights, strict=True)])
             for worker, _, base in pushes:
                 self.held[worker].popleft()
-                age = self.version - base
-                self.counts.staleness[age if age < EXACT_STALENESS else 1 << (age.bit_length() - 1)] += 1
+                self._count(self.version - base)
             self.version += 1
             self.counts.incomplete += len(parts) < self._full
             actions.append(Apply(self.version, parts))
             if self.reads:
                 self._serve({part.worker: part.number for part in parts}, actions)
+
+    def _count(self, age: int) -> None:
+        self.counts.staleness[age if age < EXACT_STALENESS else 1 << (age.bit_length() - 1)] += 1
 
     def _serve(self, applied: Mapping[int, int], actions: list[Action]) -> None:
         """Serve the reads that waited for a step. `applied` has the number of the last push of each worker in it."""
@@ -269,6 +276,18 @@ class Machine(ABC):
 
 class Asynchronously(Machine):
     """Makes a step of each push immediately."""
+
+    def step(self, worker: int, number: int, base: int) -> bool:
+        """See `Machine.step`. This machine holds no push."""
+        age = self.version - base
+        if self._scale is not None or self.reads or worker not in self.present or number <= self._last[worker]:
+            return False
+        if not 0 <= age <= min(self.version, self._drop_above):
+            return False
+        self._last[worker] = number
+        self._count(age)
+        self.version += 1
+        return True
 
     def _next(self) -> list[Push]:
         for line in self.held.values():

@@ -26,6 +26,7 @@ from aiodist.ps.table_shard import TableShard
 from aiodist.ps.wire import FILL, Kind, Order, Reads, Way, bytes_in, values_in
 
 _Call = dict[str, Any]
+_INLINE = int(Way.INLINE)
 
 
 class Server:
@@ -102,29 +103,29 @@ class Server:
             read.release(client, number)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = wire.PushHead(*wire.PUSH.unpack_from(body))
-        push = Pushing(client, head.number, head.key, head.base, head.rule, head.alpha, head.coded)
-        shard = self.shards.get(head.key)
-        dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
-        accepts = self.context.policy.accepts and head.rule != FILL
-        if head.way == Way.INLINE:
-            value = values_in(body, wire.PUSH.size, head.nbytes, dtype)
+        key, rule, way, coded, number, base, alpha, nbytes, segment, offset = wire.PUSH.unpack_from(body)
+        push = Pushing(client, number, key, base, rule, alpha, coded)
+        shard = self.shards.get(key)
+        dtype = torch.uint8 if coded or shard is None else shard.pushed_dtype
+        accepts = self.context.policy.accepts and rule != FILL
+        if way == _INLINE:
+            value = values_in(body, wire.PUSH.size, nbytes, dtype)
             # A waiting push must not keep its frame, which is larger than the value.
             push.value = value.clone() if accepts else value
-        elif head.way == Way.MESSAGE:
+        elif way == Way.MESSAGE:
             push.ready = False
-            buffer = self._buffer(shard, push, head.nbytes)
+            buffer = self._buffer(shard, push, nbytes)
             push.value = buffer.view(dtype)
-            self.context.coalescer.receive(buffer, client, head.number, partial(self._received, push))
+            self.context.coalescer.receive(buffer, client, number, partial(self._received, push))
         elif client in self.context.gone:
             return
         else:
-            found = self.context.shared.find(client, head.segment, head.offset, head.nbytes)
+            found = self.context.shared.find(client, segment, offset, nbytes)
             push.value = found.view(dtype)
             if accepts:  # the client does not keep the value until the push is applied
-                buffer = self._buffer(shard, push, head.nbytes)
+                buffer = self._buffer(shard, push, nbytes)
                 push.value = buffer.view(dtype)
-                push.ready = head.nbytes <= LIGHT_BYTES
+                push.ready = nbytes <= LIGHT_BYTES
                 if push.ready:
                     buffer.copy_(found)
                 else:
@@ -170,6 +171,9 @@ class Server:
         """Execute the waiting requests of a client in order, and then `request`, up to one that must wait."""
         line = self._lines.setdefault(client, deque())
         if request is not None:
+            if not line and request.ready and not isinstance(request, Stop):
+                self._execute(request)
+                return
             line.append(request)
         while line:
             first = line[0]
@@ -180,15 +184,17 @@ class Server:
             if not first.ready:
                 return
             line.popleft()
-            if isinstance(first, Stop):
-                continue
-            shard = self.shards.get(first.key)
-            if shard is None:
-                self._answers.refuse(first, Freed(f"key {first.key} was freed"))
-            elif isinstance(first, Pushing) and first.rule == FILL:
-                shard.fill(first)
-            else:
-                shard.deliver(first)
+            if not isinstance(first, Stop):
+                self._execute(first)
+
+    def _execute(self, request: Request) -> None:
+        shard = self.shards.get(request.key)
+        if shard is None:
+            self._answers.refuse(request, Freed(f"key {request.key} was freed"))
+        elif isinstance(request, Pushing) and request.rule == FILL:
+            shard.fill(request)
+        else:
+            shard.deliver(request)
 
     # --- barriers, and ranks that leave ----------------------------------------------------------------------------
 

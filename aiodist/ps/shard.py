@@ -69,11 +69,10 @@ class Shard(Block):
         if isinstance(request, Pushing):
             if self._context.policy.accepts:
                 self._answers.done(request, Stage.ACCEPTED)
+            elif self._quick and self._apply_now(request):
+                return
         elif isinstance(request, Pulling) and request.reads != Reads.SNAPSHOT:
-            if request.reads == Reads.AFTER_OWN and self._holds_push(request.client):
-                self._waiting.append(request)
-            else:
-                self._serve(request)
+            self._serve_lock_free(request)
             return
         client, number = request.client, request.number
         if self.leader is None:
@@ -87,8 +86,7 @@ class Shard(Block):
             # The followers have the request too, and would keep it forever.
             self.leader.order(OrderKind.DROP, self.version, ((client, number, 1.0),))
             return
-        waits = self._orders or self._busy or self._arrived
-        if self._quick and len(actions) == 1 and not waits and self._do_now(request, actions[0]):
+        if self._do_now(request, actions):
             return
         self._arrived[(client, number)] = (request, perf_counter())
         if isinstance(request, Pushing) and not actions and not self._context.policy.accepts:
@@ -161,6 +159,13 @@ class Shard(Block):
     def _serve(self, request: Pulling) -> None:
         self._answers.serve(self, request, self.version, self.memory.data)
 
+    def _serve_lock_free(self, request: Pulling) -> None:
+        """Serve a read that takes no order, perhaps after its client's own pushes."""
+        if request.reads == Reads.AFTER_OWN and self._holds_push(request.client):
+            self._waiting.append(request)
+        else:
+            self._serve(request)
+
     def hold(self, request: Pulling) -> None:
         """Keep the memory until `release`."""
         self.memory.hold(request)
@@ -169,10 +174,7 @@ class Shard(Block):
         """Serve the reads `AFTER_OWN` whose clients have no push here that is not applied."""
         waiting, self._waiting = self._waiting, []
         for read in waiting:
-            if self._holds_push(read.client):
-                self._waiting.append(read)
-            else:
-                self._serve(read)
+            self._serve_lock_free(read)
 
     def _holds_push(self, client: int) -> bool:
         """Return True if a push of `client` is not applied, and was not copied when it was accepted."""
@@ -183,8 +185,38 @@ class Shard(Block):
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
-    def _do_now(self, request: Request, action: Action) -> bool:
+    @property
+    def _waits(self) -> bool:
+        """True if a request or an order waits, or a step is computed."""
+        return bool(self._orders or self._busy or self._arrived)
+
+    def _apply_now(self, push: Pushing) -> bool:
+        """Apply a push that waits for nothing. Return False, with nothing changed, if `deliver` must continue.
+
+        This does in one call what the leader and `_do_now` do for the most frequent request.
+        """
+        rule, memory, leader = self._context.rules[push.rule], self.memory, self.leader
+        if self._waits or self.readers.snapshots or memory.uses:
+            return False
+        if push.coded or push.value is None or isinstance(rule, Function):
+            return False
+        if leader is None or not leader.machine.step(push.client, push.number, push.base):
+            return False
+        failure = None
+        began = perf_counter()
+        try:
+            rule.apply(memory.data, push.value, push.alpha, memory.state(rule))
+        except Exception as error:  # noqa: BLE001  - the client gets the error
+            failure = error
+        self._context.counts["step_seconds"] += perf_counter() - began
+        self._finished(leader.machine.version, (push,), failure)
+        return True
+
+    def _do_now(self, request: Request, actions: Sequence[Action]) -> bool:
         """Carry out an action for which nothing waits. Return False if it takes an order."""
+        if not self._quick or len(actions) != 1 or self._waits:
+            return False
+        action = actions[0]
         if isinstance(request, Pulling) and isinstance(action, Serve):
             self._serve(request)
             return True

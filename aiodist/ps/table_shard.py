@@ -94,6 +94,9 @@ class TableShard(Shard):
     def _swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         return False
 
+    def _apply_now(self, push: Pushing) -> bool:
+        return False
+
     def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         nbytes = sum(push.value.nbytes for push, _ in pushes if push.value is not None)
         return nbytes <= LIGHT_BYTES and self.store.has_room(nbytes // self.spec.row_bytes + 1)

@@ -221,6 +221,62 @@ async def test_c1_what_is_sent_at_once_keeps_its_order_with_what_waits() -> None
         assert not send_now(bytearray(SHORT + 1), 1, 0), "what is long is fetched, and so must stay"
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_c1_a_receive_of_each_message_gets_all_in_order_also_long_ones(seed: int) -> None:
+    picks, count = random.Random(seed), 120
+    async with ranks(3) as (a, b, c):
+        receive_each = c.transport.capabilities().receive_each
+        assert receive_each is not None
+        came, room, ends = list[bytes](), c.private(2 * SHORT + 1), list[BaseException | None]()
+        sent: dict[int, list[bytes]] = {0: [], 1: []}
+
+        arrived = asyncio.Event()
+
+        def post() -> None:
+            receive_each(room, 7, add, long_came)
+
+        def add(data: bytearray) -> None:
+            came.append(bytes(data))
+            if len(came) == count:
+                arrived.set()
+
+        def long_came(error: BaseException | None) -> None:
+            ends.append(error)
+            if error is None:
+                add(bytearray(room.numpy()[: lengths[int(room[0]), int(room[1])]]))
+                post()
+
+        lengths: dict[tuple[int, int], int] = {}
+        sends: list[Ended] = []
+        for i in range(count):
+            if i == count // 3:
+                with transport_lock:
+                    post()  # earlier messages wait for it
+            src = picks.choice((0, 1))
+            number = len(sent[src])
+            size = picks.choice((2, 3, 1000, short_bytes(3), short_bytes(3) + 1, 2 * SHORT))
+            lengths[src, number] = size
+            t = drawn(size, i).clone()
+            t[0], t[1] = src, number
+            sent[src].append(t.numpy().tobytes())
+            sends.append((a, b)[src].send(t, 2, tag=7))
+            sends.append((a, b)[src].send(t[:1], 2, tag=8))  # another tag, which the receive leaves
+            if picks.random() < 0.3:
+                await asyncio.sleep(0)
+        other = c.private(1)
+        for _ in range(count):
+            await c.receive(other, ANY, tag=8)
+        await asyncio.gather(*sends)
+        await arrived.wait()
+        assert [[one for one in came if one[0] == src] for src in (0, 1)] == [*sent.values()]
+        assert any(len(one) > short_bytes(3) for one in came)
+        assert ends
+        assert not any(ends)
+        with transport_lock:
+            c.transport.messages.close_comm(c.transport.comm, BackendError("closed here"))  # type: ignore[attr-defined]
+        assert "closed here" in str(ends[-1]), "the receive that waits has an end too"
+
+
 async def test_c1_a_ring_that_was_overwritten_is_an_error_that_names_the_rank() -> None:
     async with ranks(2, drained=False) as (a, b):
         room = b.private(1)

@@ -5,16 +5,30 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Generator
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous
-from aiodist.ps.machines import Action, Apply, Drop, Machine, Pull, Push, Serve
+from aiodist.ps.machines import Action, Apply, Drop, Machine, Part, Pull, Push, Serve
 from tests.ps.held import waiting
 
 READER = 1000
+
+
+def pushed(policy: Policy, machine: Machine, push: Push) -> list[Action]:
+    """Return the actions of a push, and check that `step` changes the machine in the same way, or not at all."""
+    quick, before = deepcopy(machine), deepcopy(machine)
+    alone = quick.step(*push)
+    actions = machine.push(push)
+    assert vars(quick) == vars(machine if alone else before)
+    if alone:
+        assert actions == [Apply(machine.version, (Part(push.worker, push.number, 1.0),))]
+    elif policy == Asynchronous() and not machine.reads and push.worker in before.present:
+        assert not any(isinstance(action, Apply) for action in actions), "`step` must make this step"
+    return actions
 
 
 class Watched:
@@ -45,13 +59,13 @@ class Watched:
     def push(self, worker: int, number: int, base: int) -> list[Action]:
         if number <= self.last[worker]:
             self.repeated += 1
-            assert self.machine.push(Push(worker, number, base)) == [Drop(worker, number)]
+            assert pushed(self.policy, self.machine, Push(worker, number, base)) == [Drop(worker, number)]
             return []
         else:
             self.back({worker})
             self.open[worker, number] = base
         self.last[worker] = number
-        return self.follow(self.machine.push(Push(worker, number, base)))
+        return self.follow(pushed(self.policy, self.machine, Push(worker, number, base)))
 
     def pull(self, client: int, number: int, wants: int) -> list[Action]:
         self.pulls[client, number] = wants

@@ -183,6 +183,19 @@ class Messages:
             except Exception as raised:  # noqa: BLE001  - later messages must still be read
                 self.progress.report("the callback of a message failed", raised)
 
+    def each_of(self, comm: int, tag: int) -> Callable[[bytearray], object] | None:
+        """Return the function that gets the next short message of a communicator with `tag`, or None."""
+        box = self.boxes.get(comm)
+        receive = None if box is None else box.first(tag)
+        return None if receive is None else receive.each
+
+    def hand(self, each: Callable[[bytearray], object], data: bytearray) -> None:
+        """Call `each` with a short message."""
+        try:
+            each(data)
+        except Exception as raised:  # noqa: BLE001  - as in `finish`
+            self.progress.report("the callback of a message failed", raised)
+
     def box(self, comm: int) -> Box | None:
         """Return the waiting messages and receives of a communicator, or None for a closed one."""
         box = self.boxes.get(comm)

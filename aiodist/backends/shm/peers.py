@@ -230,6 +230,10 @@ class ShmPeer:
             if fields is None:
                 break
             messages.budget -= fields[-1] + _RECORD_BYTES
+            if fields[0] == _SHORT and (each := messages.each_of(fields[1], fields[2])) is not None:
+                messages.hand(each, rings.take_data(fields[-1] + _RECORD_BYTES))
+                moved = True
+                continue
             ended: tuple[ShmSend | ShmReceive, BaseException | None] | None
             if fields[0] == _SHORT:
                 ended = self._short_came(fields[1], fields[2], fields[-1])

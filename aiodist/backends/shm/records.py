@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -41,6 +42,8 @@ class ShmReceive(PostedReceive):
     nbytes: int = 0  # of the matched message
     moved: int = 0
     finished: bool = False
+    each: Callable[[bytearray], object] | None = None
+    """Function that gets the bytes of short messages from any source, while the receive waits on, or None."""
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -54,7 +54,9 @@ class ShmTransport:
 
     def capabilities(self) -> Capabilities:
         kept_from = short_bytes(len(self.near.members)) + 1
-        return Capabilities(short_receives=True, kept_from=kept_from, send_now=self._send_now)
+        return Capabilities(
+            short_receives=True, kept_from=kept_from, send_now=self._send_now, receive_each=self._receive_each
+        )
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`, done immediately for a short message, else after the copy of all bytes.
@@ -70,6 +72,9 @@ class ShmTransport:
         """Receive into `t`. A shorter message does not change the rest of `t`."""
         source = ANY if src == ANY else self._world_ranks[src]
         self.messages.receive(ShmReceive(source, tag, t, self.comm, done))
+
+    def _receive_each(self, t: Tensor, tag: int, each: Callable[[bytearray], object], done: Done) -> None:
+        self.messages.receive(ShmReceive(ANY, tag, t, self.comm, done, each=each))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         return ShmTransport(self.messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
