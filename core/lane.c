@@ -174,6 +174,7 @@ static uint64_t least_consumed(core_lane *lane, bool look) {
 // Returns the offset of `nbytes` in the stage, or -1 if other ranks must read more first. Loans end in order, so they
 // form a ring; if only one loan is open, the next begins at the front, whose lines are in the caches.
 static int64_t room_in_stage(core_lane *lane, uint64_t portion, uint64_t nbytes, uint64_t consumed) {
+    if (lane->consumed < consumed) consumed = lane->consumed;  // it takes results from its own stage
     while (lane->loans_first != lane->loans_last && lane->loans[lane->loans_first % PLACES].portion < consumed)
         lane->loans_first++;
     uint64_t count = lane->loans_last - lane->loans_first;
