@@ -1,5 +1,5 @@
 // Declarations shared by the files of the Python module: binding.c (the module, lanes), doorbells.c (sleeping), handle.c
-// (awaiting), issue.c (issuing), rings.c (messages).
+// (awaiting), issue.c (issuing), method.c (calls), rings.c (messages).
 #ifndef CORE_BINDING_H
 #define CORE_BINDING_H
 
@@ -97,6 +97,7 @@ typedef struct {
     char given_up;  // true if an await ended without the outcome
     char posted;    // true if the operation is withdrawn when the program drops the handle
     char writes;    // true if the result is in the caller's memory
+    char listed;    // true if the lane's operation is among the pending operations of the communicator
     // While a lane runs the operation: the issuer, which keeps the handle alive, the plan, the tensors, and the core's
     // operation. `target` is the output, and `result` the value to return; both are NULL if equal to `tensor`. `out` is
     // the caller's argument, or NULL.
@@ -168,6 +169,7 @@ int doorbells_add(PyObject *module);
 int handle_add(PyObject *module);
 int issue_add(PyObject *module);
 int ledger_add(PyObject *module);
+int method_add(PyObject *module);
 int rings_add(PyObject *module);
 
 // Fills `view` with writable memory of at least `least` bytes; false with an exception set.
@@ -180,6 +182,9 @@ void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 // exception set.
 const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
+
+// Reports an exception that must not undo an issue. A KeyboardInterrupt is raised again in later code.
+void report_later(PyObject *where);
 
 // Records the next operation.
 void log_record(Log *, PyObject *what, origin, uint64_t nbytes);
@@ -203,6 +208,9 @@ void wait_for_word(Lane *);
 // Ends the operation of a handle: releases its claims, and wakes the waiters.
 void issuer_settle(Handle *);
 Lane *issuer_lane(Issuer *);
+
+// Issues an allreduce; returns the handle, or None if Python must issue the call.
+PyObject *issuer_allreduce(PyObject *issuer, PyObject *tensor, PyObject *op, PyObject *impl);
 Log *issuer_log(Issuer *);
 
 #define INCREF(object) Py_INCREF((PyObject *)(object))

@@ -83,6 +83,27 @@ static PyType_Spec plan_spec = {
 
 // --- issuing -----------------------------------------------------------------------------------------------------
 
+// The descriptor of an attribute of a type. It reads the attribute in a third of the time of PyObject_GetAttr.
+typedef struct {
+    PyObject *descriptor;
+    descrgetfunc get;
+} Getter;
+
+static Getter frame_back, frame_lasti;
+
+// Finds the descriptor of attribute `name`; false with an exception set.
+static bool find_getter(Getter *getter, PyObject *type, const char *name) {
+    getter->descriptor = PyObject_GetAttrString(type, name);
+    if (getter->descriptor == NULL) return false;
+    getter->get = (descrgetfunc)PyType_GetSlot(Py_TYPE(getter->descriptor), Py_tp_descr_get);
+    if (getter->get == NULL) PyErr_Format(PyExc_TypeError, "attribute %s of %R is no descriptor", name, type);
+    return getter->get != NULL;
+}
+
+static PyObject *get(const Getter *getter, PyObject *object) {
+    return getter->get(getter->descriptor, object, (PyObject *)Py_TYPE(object));
+}
+
 enum { KNOWN = 256, KNOWN_DIMS = 6 };
 enum { UNWATCHED_BYTES = 4096 };  // longest tensors whose versions are compared only if the world is strict
 
@@ -112,13 +133,14 @@ struct Issuer {
     Log *log;
     Pacer *pacer;
     Segments *segments;
-    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *changed, *observer;
+    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *changed, *observer, *expire;
     PyObject *running;  // the thread's running-loop object when the running loop was found to be the communicator's
     PyTypeObject *handle, *tensor, *parameter;
     PyObject *increment, *grad_enabled;  // of torch: count writes of tensors; return True while autograd records
     PyCFunction increment_of;            // the C function of `increment`, a tenth faster; NULL: none
     Once *once;                          // the argument of `increment`
     PyObject *inference;                 // of torch: a method of a tensor, returns True for an inference tensor
+    Getter requires_grad;                // of a tensor
     PyCFunction inference_of;            // the C function of `inference`, which takes any tensor; NULL: none
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
@@ -128,7 +150,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_version, *s_is_inference, *s_requires_grad, *s_loop, *s_running;
+static PyObject *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_version, *s_is_inference, *s_loop, *s_running;
 static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
@@ -233,30 +255,28 @@ static origin origin_of_call(PyObject *frame) {
 static origin origin_of(Issuer *self) {
     if (is_set(self->log->caller)) return origin_in(self->log->caller);
     PyObject *frame = (PyObject *)PyEval_GetFrame();
-    PyObject *code = NULL;
+    PyObject *code;
     Py_XINCREF(frame);
     if (frame == NULL) PyErr_SetString(PyExc_RuntimeError, "called from outside of Python");
     if (frame == NULL) return (origin){NULL, 0};
-    whose file = PROGRAMS;
+    whose file;
     while (true) {
-        PyObject *back = PyObject_GetAttr(frame, s_back);
-        if (back == NULL || back == Py_None) {
+        code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        if ((file = file_of(self, code)) != OURS) break;
+        PyObject *back = get(&frame_back, frame);
+        if (!is_set(back)) {
             Py_XDECREF(back);
             break;
         }
-        Py_DECREF(frame);
+        Py_DECREF(code), Py_DECREF(frame);
         frame = back;
-        Py_XDECREF(code);
-        code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-        if ((file = file_of(self, code)) != OURS) break;
     }
     if (file == CALLS) {
         origin found = origin_of_call(frame);
         Py_DECREF(frame), Py_DECREF(code);
         return found;
     }
-    if (code == NULL) code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    PyObject *lasti = PyObject_GetAttr(frame, s_lasti);
+    PyObject *lasti = get(&frame_lasti, frame);
     int instruction = lasti == NULL ? 0 : (int)PyLong_AsLong(lasti);
     if (lasti == NULL) Py_CLEAR(code);
     Py_XDECREF(lasti);
@@ -386,7 +406,10 @@ static PyObject *written_by(const Handle *h) {
 
 // Returns true if autograd would have to record a write into `tensor`, for which the general path raises.
 static bool is_recorded(const Issuer *self, PyObject *tensor) {
-    if (tensor == NULL || !has(tensor, s_requires_grad, Py_True)) return false;
+    if (tensor == NULL) return false;
+    PyObject *requires = get(&self->requires_grad, tensor);
+    Py_XDECREF(requires);
+    if (requires != Py_True) return false;
     PyObject *enabled = PyObject_CallNoArgs(self->grad_enabled);
     Py_XDECREF(enabled);
     return enabled != Py_False;
@@ -469,7 +492,24 @@ static PyObject *changed(const Issuer *self, const Handle *h) {
     return sum != 0 && sum != h->sum ? h->tensor : NULL;  // 0: the storage has other memory now
 }
 
-// Returns a handle that owns its memory and is in the log; NULL with an exception set.
+// Adds the handle to the pending operations; false with an exception set.
+static bool list(Issuer *self, Handle *h) {
+    PyObject *number = PyLong_FromLongLong(h->seq);
+    h->listed = number != NULL && PyDict_SetItem(self->pending, number, (PyObject *)h) == 0;
+    Py_XDECREF(number);
+    return h->listed;
+}
+
+static void unlist(Issuer *self, Handle *h) {
+    if (!h->listed) return;
+    PyObject *number = PyLong_FromLongLong(h->seq);
+    if (number == NULL || PyDict_DelItem(self->pending, number) < 0) PyErr_Clear();
+    Py_XDECREF(number);
+    h->listed = 0;
+}
+
+// Returns a handle that owns its memory and is in the log; NULL with an exception set. The handle is listed now only if
+// Python code runs before the first step of the lane, since most short operations end there.
 static Handle *issued(Issuer *self, const call *what, core_place place) {
     Plan *plan = what->plan;
     PyObject *const *tensors = what->tensors;
@@ -500,10 +540,7 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
         DECREF(h);
         return NULL;
     }
-    PyObject *number = PyLong_FromLongLong(h->seq);
-    int kept = number == NULL ? -1 : PyDict_SetItem(self->pending, number, (PyObject *)h);
-    Py_XDECREF(number);
-    if (kept < 0) {
+    if ((is_set(self->observer) || PyDict_Size(self->log->awaited) > 0) && !list(self, h)) {
         claim claims[2];
         release(self, claims, claims_of(h, claims));
         DECREF(h);
@@ -559,11 +596,9 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     }
     // Other ranks may access the tensor in place, and write the results of kinds up to CORE_BROADCAST into the inputs.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
-    if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
+    if (windows && !place_of(self, what->in, what->plan->nbytes, &place)) return NULL;
     Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
-    // The loop may have found nothing pending in between, and stopped the watchdog.
-    if (!on_loop && !keep_watch(self)) PyErr_WriteUnraisable((PyObject *)h);
     Lane *lane = self->lane;
     Completions *completions = lane->completions;
     if (on_loop) self->pacer->polls++;  // a loop that issues is alive
@@ -572,6 +607,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     uint64_t load = core_lane_load(lane->lane);
     bool heavy = load >= heavy_bytes(self->pacer);
     if (!heavy) core_lane_advance(lane->lane, SLICE);
+    if (!h->listed && core_op_state(&h->native) != CORE_DONE && !list(self, h)) report_later((PyObject *)h);
     if (self->log->timed) log_came(self->log, core_lane_busy(lane->lane) && !heavy ? core_lane_driven_at(lane->lane) : core_now());
     drive_end(completions);
     if (h->status == status_pending) {
@@ -579,19 +615,25 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
         count_write(self, written_by(h));
         if (h->issuer != NULL) watch(self, h, what);  // else a program has taken over
         core_engine_notice(lane->engine->engine, lane->lane, heavy);
+        if (!keep_watch(self)) report_later((PyObject *)h);
     }
     return (PyObject *)h;
 }
 
-// allreduce(t, op, impl): returns the handle, or None if Python must issue the call.
-static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
-    PyObject *const tensors[4] = {args[0], args[0], args[0], Py_None};
+PyObject *issuer_allreduce(PyObject *issuer, PyObject *tensor, PyObject *op, PyObject *impl) {
+    if (Py_TYPE(issuer) != issuer_type) Py_RETURN_NONE;
+    Issuer *self = (Issuer *)issuer;
+    PyObject *const tensors[4] = {tensor, tensor, tensor, Py_None};
     enum from from = may_issue(self);
     dl_tensor t;
-    Plan *plan = from != ELSEWHERE && describe(self, args[0], &t) ? plan_for(self, &t, args[1], args[2]) : NULL;
+    Plan *plan = from != ELSEWHERE && describe(self, tensor, &t) ? plan_for(self, &t, op, impl) : NULL;
     if (plan == NULL) Py_RETURN_NONE;
-    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}}, from == ON_LOOP);
+    PyObject *handle = issue(self, &(call){plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}}, from == ON_LOOP);
+    if (handle == NULL || handle == Py_None || !is_set(self->expire)) return handle;
+    PyObject *expires = PyObject_CallFunctionObjArgs(self->expire, handle, NULL);
+    if (expires == NULL) Py_CLEAR(handle);
+    Py_XDECREF(expires);
+    return handle;
 }
 
 // issue(plan, t, target, result, out): returns the handle, or None if Python must issue the call.
@@ -653,9 +695,7 @@ void issuer_settle(Handle *h) {
         told = PyObject_CallFunctionObjArgs(self->changed, h, h->result != NULL ? h->result : h->tensor, tensor, NULL);
     } else if (h->status == status_pending) {
         count_bytes(self->lane, h->native.in_at, (uint64_t)h->nbytes);
-        PyObject *number = PyLong_FromLongLong(h->seq);
-        if (number == NULL || PyDict_DelItem(self->pending, number) < 0) PyErr_Clear();
-        Py_XDECREF(number);
+        unlist(self, h);
         h->value = h->result != NULL ? h->result : h->tensor;
         Py_INCREF(h->value), Py_INCREF(status_returned), Py_DECREF(status_pending);
         h->status = status_returned;
@@ -733,17 +773,19 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     self->increment_of = PyCFunction_GetFlags(increment) == METH_O ? PyCFunction_GetFunction(increment) : NULL;
     self->inference_of = PyCFunction_GetFlags(inference) == METH_NOARGS ? PyCFunction_GetFunction(inference) : NULL;
     PyErr_Clear();  // one of them is no function of C
+    bool found = find_getter(&self->requires_grad, tensor, "requires_grad");
     PyObject *const kept[] = {lane,    claims, log,   pacer,   segments, account, pending, inbox,
                               to_fail, ours,   watch, publish, failed,   changed, handle,  tensor,  parameter, increment, grad_enabled, inference};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
+    if (!found) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->changed, self->observer, self->running, (PyObject *)self->handle,
+        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->changed, self->observer, self->expire, self->running, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, self->increment, self->grad_enabled, self->inference, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
@@ -753,7 +795,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 
 static int issuer_clear(Issuer *self) {
     PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed,
-                                &self->changed, &self->observer, &self->running};
+                                &self->changed, &self->observer, &self->expire, &self->running};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
@@ -770,25 +812,24 @@ static void issuer_dealloc(Issuer *self) {
     Py_XDECREF((PyObject *)self->lane), Py_XDECREF((PyObject *)self->claims), Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->pacer), Py_XDECREF((PyObject *)self->handle), Py_XDECREF((PyObject *)self->tensor);
     Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments), Py_XDECREF(self->increment), Py_XDECREF(self->grad_enabled);
-    Py_XDECREF(self->inference);
+    Py_XDECREF(self->inference), Py_XDECREF(self->requires_grad.descriptor);
     Py_XDECREF((PyObject *)self->once);
     PyObject_GC_Del(self);
     DECREF(type);
 }
 
 static PyMethodDef issuer_methods[] = {
-    {"allreduce", (PyCFunction)(void *)issuer_allreduce, METH_FASTCALL,
-     "allreduce(t, op, impl): return the handle of an allreduce; None if Python must issue the call."},
     {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
      "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
      "`result`, for a caller who gave `out`; None if Python must issue the call."},
-    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for tensors like `t`."},
-    {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove all plans of `allreduce`."},
+    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for an allreduce of tensors like `t`."},
+    {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove the plans that `add` has set."},
     {0},
 };
 static PyMemberDef issuer_members[] = {
     OFFERS("open", T_BOOL, Issuer, open, 0, "True while the communicator takes calls."),
     OFFERS("observer", T_OBJECT, Issuer, observer, 0, "Called with each handle; returns a callback for the end."),
+    OFFERS("expire", T_OBJECT, Issuer, expire, 0, "Sets the default deadline of an allreduce's handle; None: there is no default."),
     OFFERS("strict", T_BOOL, Issuer, strict, 0, "True compares checksums of the memory that operations only read."),
     OFFERS("threads", T_BOOL, Issuer, threads, 0, "True if other threads may call too, one at a time."),
     {0},
@@ -804,17 +845,20 @@ static PyType_Spec issuer_spec = {
 
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
-        {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
+        {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"}, {&s_data_ptr, "data_ptr"}, {&s_nbytes, "nbytes"},
         {&s_version, "_version"}, {&s_is_inference, "is_inference"},
-        {&s_requires_grad, "requires_grad"}, {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
+        {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
     PyObject *asyncio = PyImport_ImportModule("asyncio.events");
     running_loop = asyncio == NULL ? NULL : PyObject_GetAttrString(asyncio, "_get_running_loop");
     Py_XDECREF(asyncio);
-    if (running_loop == NULL) return -1;
+    PyObject *types = PyImport_ImportModule("types"), *frame = types == NULL ? NULL : PyObject_GetAttrString(types, "FrameType");
+    bool found = frame != NULL && find_getter(&frame_back, frame, "f_back") && find_getter(&frame_lasti, frame, "f_lasti");
+    Py_XDECREF(types), Py_XDECREF(frame);
+    if (running_loop == NULL || !found) return -1;
     if ((once_type = (PyTypeObject *)PyType_FromSpec(&once_spec)) == NULL) return -1;
     return (plan_type = add_type(module, &plan_spec)) && (issuer_type = add_type(module, &issuer_spec)) ? 0 : -1;
 }
