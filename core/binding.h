@@ -84,6 +84,12 @@ typedef struct {
 // Returns the place of `nbytes` at `start`; its segment is CORE_NOWHERE if no segment has these bytes.
 core_place segments_find(const Segments *, uintptr_t start, size_t nbytes);
 
+// The parts of an input, in order.
+typedef struct {
+    const void *at[1 << CORE_MOST_LEVELS];
+    long long versions[1 << CORE_MOST_LEVELS];  // when the call returned, or -1
+} parts;
+
 // A handle, the base type of `Handle` in Python.
 typedef struct {
     PyObject_HEAD
@@ -104,6 +110,8 @@ typedef struct {
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
     PyObject *memory[2];  // the storages of `tensor` and `target`, if the operation did not finish immediately
+    PyObject *others, *others_memory;  // the parts of the input after `tensor`, a tuple, or NULL; their storages, a list, as above
+    parts *parts_of;                   // NULL without `others`
     // The state of `tensor` and `target` when the call returned, to find writes of the program: their versions, or -1,
     // hashes of their forms, and the checksum of the memory that is only read, or 0.
     bool watched;

@@ -308,20 +308,32 @@ typedef struct {
     uintptr_t start;
     size_t nbytes;
     bool writes;
+    PyObject *tensor, *memory;  // or NULL
 } claim;
 
-// Returns the number of `claims` of an operation: it reads its tensor and writes its target; a tensor inside its target
+enum { MOST_CLAIMS = 1 + (1 << CORE_MOST_LEVELS) };
+
+static PyObject *written_by(const Handle *h);
+
+static unsigned others_of(const Handle *h) { return h->others == NULL ? 0 : (unsigned)PyTuple_Size(h->others); }
+
+// Returns the number of `claims` of an operation: it reads its tensors and writes its target; a tensor inside its target
 // needs no claim.
-static unsigned claims_of(const Handle *h, claim claims[2]) {
+static unsigned claims_of(const Handle *h, claim claims[MOST_CLAIMS]) {
     const Plan *plan = (const Plan *)h->plan;
     uintptr_t in = (uintptr_t)h->native.in, out = (uintptr_t)h->native.out;
     if (plan->nbytes + plan->target_nbytes == 0) return 0;
-    claims[0] = (claim){in, plan->nbytes, plan->writes};
-    if (h->target == NULL) return 1;
-    bool inside = out <= in && in + plan->nbytes <= out + plan->target_nbytes;
-    unsigned count = plan->nbytes == 0 || inside ? 0 : 1;
-    claims[0].writes = false;
-    if (plan->target_nbytes > 0) claims[count++] = (claim){out, plan->target_nbytes, true};
+    unsigned count = 0;
+    bool apart = h->target != NULL, inside = apart && out <= in && in + plan->nbytes <= out + plan->target_nbytes;
+    bool writes = plan->writes && !apart;
+    PyObject *tensor = writes ? written_by(h) : h->tensor;
+    if (!apart || (plan->nbytes > 0 && !inside)) claims[count++] = (claim){in, plan->nbytes, writes, tensor, h->memory[0]};
+    if (apart && plan->target_nbytes > 0) claims[count++] = (claim){out, plan->target_nbytes, true, written_by(h), h->memory[1]};
+    for (unsigned i = 0; i < others_of(h); i++) {
+        const void *at = h->parts_of->at[i + 1];
+        PyObject *memory = h->others_memory == NULL ? NULL : PyList_GetItem(h->others_memory, i);
+        if (at != h->native.out) claims[count++] = (claim){(uintptr_t)at, plan->nbytes, false, PyTuple_GetItem(h->others, i), memory};
+    }
     return count;
 }
 
@@ -331,7 +343,7 @@ static void release(Issuer *self, const claim *claims, unsigned count) {
 
 // Claims the memory of `h`; false with an exception set.
 static bool acquire(Issuer *self, Handle *h) {
-    claim claims[2];
+    claim claims[MOST_CLAIMS];
     unsigned count = claims_of(h, claims);
     for (unsigned i = 0; i < count; i++) {
         bool failed;
@@ -361,6 +373,15 @@ static void keep_memory(Handle *h) {
         h->memory[i] = PyObject_CallMethodObjArgs(tensors[i], s_untyped_storage, NULL);
         if (h->memory[i] == NULL) PyErr_WriteUnraisable((PyObject *)h);
     }
+    if (h->others == NULL || h->others_memory != NULL) return;
+    PyObject *kept = PyList_New(0);
+    for (unsigned i = 0; kept != NULL && i < others_of(h); i++) {
+        PyObject *memory = PyObject_CallMethodObjArgs(PyTuple_GetItem(h->others, i), s_untyped_storage, NULL);
+        if (memory == NULL || PyList_Append(kept, memory) < 0) Py_CLEAR(kept);
+        Py_XDECREF(memory);
+    }
+    h->others_memory = kept;
+    if (kept == NULL) PyErr_WriteUnraisable((PyObject *)h);
 }
 
 // An iterator of at most one tensor, the argument of torch's `increment`. Its reuse allocates nothing.
@@ -420,6 +441,9 @@ typedef struct {
     Plan *plan;
     PyObject *const *tensors;
     uint64_t in, out, forms[2];
+    PyObject *others;  // a tuple of 2^levels - 1 more parts, or NULL
+    parts *parts_of;   // of all parts; NULL after the handle has taken it
+    uint8_t levels;
 } call;
 
 // --- writes of the program into memory in flight ------------------------------------------------------------------
@@ -444,10 +468,10 @@ static bool is_inference(const Issuer *self, PyObject *tensor) {
 
 // Returns the checksum of the memory that the operation only reads, or 0 if there is none.
 static uint64_t sum_of(const Handle *h) {
-    claim claims[2];
+    claim claims[MOST_CLAIMS];
     unsigned count = claims_of(h, claims);
     for (unsigned i = 0; i < count; i++) {
-        PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
+        PyObject *memory = claims[i].memory;
         if (claims[i].writes || memory == NULL) continue;
         uint64_t start = number_of(memory, s_data_ptr), end = start + number_of(memory, s_nbytes);
         // A program may have shrunk the storage.
@@ -472,6 +496,12 @@ static void watch(const Issuer *self, Handle *h, const call *what) {
         h->forms[i] = what->forms[i];
         watched = watched || compared;
     }
+    for (unsigned i = 0; i < others_of(h); i++) {
+        PyObject *part = PyTuple_GetItem(what->others, i);
+        bool compared = sizes[0] > UNWATCHED_BYTES && part != given[1] && !is_inference(self, part);
+        h->parts_of->versions[i + 1] = compared ? version_of(part) : -1;
+        watched = watched || compared;
+    }
     h->watched = watched;
 }
 
@@ -487,6 +517,13 @@ static PyObject *changed(const Issuer *self, const Handle *h) {
         dl_tensor t;
         bool whole = h->memory[i] != NULL && number_of(h->memory[i], s_nbytes) == (i == 0 ? plan->nbytes : plan->target_nbytes);
         if (whole && describe(self, tensors[i], &t) && address_of(&t) == at[i] && form_of(&t) == h->forms[i]) return tensors[i];
+    }
+    for (unsigned i = 0; i < others_of(h); i++) {
+        PyObject *part = PyTuple_GetItem(h->others, i), *memory = h->others_memory == NULL ? NULL : PyList_GetItem(h->others_memory, i);
+        long long before = h->parts_of->versions[i + 1], version = before < 0 || memory == NULL ? -1 : version_of(part);
+        dl_tensor t;
+        if (version < 0 || version == before || number_of(memory, s_nbytes) != plan->nbytes || !describe(self, part, &t)) continue;
+        if (address_of(&t) == (uint64_t)(uintptr_t)h->parts_of->at[i + 1] && form_of(&t) == h->forms[0]) return part;
     }
     uint64_t sum = h->sum == 0 ? 0 : sum_of(h);
     return sum != 0 && sum != h->sum ? h->tensor : NULL;  // 0: the storage has other memory now
@@ -510,7 +547,7 @@ static void unlist(Issuer *self, Handle *h) {
 
 // Returns a handle that owns its memory and is in the log; NULL with an exception set. The handle is listed now only if
 // Python code runs before the first step of the lane, since most short operations end there.
-static Handle *issued(Issuer *self, const call *what, core_place place) {
+static Handle *issued(Issuer *self, call *what, core_place place) {
     Plan *plan = what->plan;
     PyObject *const *tensors = what->tensors;
     Handle *h = (Handle *)PyType_GenericAlloc(self->handle, 0);
@@ -528,7 +565,7 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     INCREF(h->progress), Py_INCREF(h->op), Py_INCREF(h->account), Py_INCREF(h->status), Py_INCREF(h->plan), Py_INCREF(h->tensor);
     Py_XINCREF(h->target), Py_XINCREF(h->result), Py_XINCREF(h->out);
     h->seq = self->log->seq;
-    h->nbytes = (Py_ssize_t)plan->nbytes;
+    h->nbytes = (Py_ssize_t)(plan->nbytes << what->levels);
     h->polled = 1;
     h->writes = written(plan, tensors[0], tensors[1], tensors[3]) != NULL;
     h->native = plan->op;
@@ -536,17 +573,22 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     h->native.in = (void *)(uintptr_t)what->in, h->native.out = (void *)(uintptr_t)what->out;
     h->native.in_at = place;
     h->native.caller = h;
+    if (what->others != NULL) {
+        h->others = what->others, h->parts_of = what->parts_of, what->parts_of = NULL;
+        h->native.parts = h->parts_of->at, h->native.levels = what->levels;
+        Py_INCREF(h->others);
+    }
     if (h->called.code == NULL || !acquire(self, h)) {
         DECREF(h);
         return NULL;
     }
     if ((is_set(self->observer) || PyDict_Size(self->log->awaited) > 0) && !list(self, h)) {
-        claim claims[2];
+        claim claims[MOST_CLAIMS];
         release(self, claims, claims_of(h, claims));
         DECREF(h);
         return NULL;
     }
-    log_record(self->log, plan->what, h->called, plan->nbytes);
+    log_record(self->log, plan->what, h->called, (uint64_t)h->nbytes);
     INCREF(self), INCREF(h);  // until issuer_settle
     h->issuer = self;
     if (is_set(self->observer)) {
@@ -587,7 +629,7 @@ static enum from may_issue(Issuer *self) {
     return self->threads ? IN_THREAD : ELSEWHERE;
 }
 
-static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
+static PyObject *issue(Issuer *self, call *what, bool on_loop) {
     core_place place = {CORE_NOWHERE, 0};
     PyObject *const *tensors = what->tensors;
     if (is_recorded(self, written(what->plan, tensors[0], tensors[1], tensors[3]))) {
@@ -596,7 +638,9 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     }
     // Other ranks may access the tensor in place, and write the results of kinds up to CORE_BROADCAST into the inputs.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
-    if (windows && !place_of(self, what->in, what->plan->nbytes, &place)) return NULL;
+    uint64_t window = what->in;
+    if (what->others != NULL) windows = what->plan->op.kind == CORE_ALLREDUCE, window = what->out;
+    if (windows && !place_of(self, window, what->plan->nbytes, &place)) return NULL;
     Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
     Lane *lane = self->lane;
@@ -628,7 +672,8 @@ PyObject *issuer_allreduce(PyObject *issuer, PyObject *tensor, PyObject *op, PyO
     dl_tensor t;
     Plan *plan = from != ELSEWHERE && describe(self, tensor, &t) ? plan_for(self, &t, op, impl) : NULL;
     if (plan == NULL) Py_RETURN_NONE;
-    PyObject *handle = issue(self, &(call){plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}}, from == ON_LOOP);
+    call what = {plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}, NULL, NULL, 0};
+    PyObject *handle = issue(self, &what, from == ON_LOOP);
     if (handle == NULL || handle == Py_None || !is_set(self->expire)) return handle;
     PyObject *expires = PyObject_CallFunctionObjArgs(self->expire, handle, NULL);
     if (expires == NULL) Py_CLEAR(handle);
@@ -636,10 +681,30 @@ PyObject *issuer_allreduce(PyObject *issuer, PyObject *tensor, PyObject *op, PyO
     return handle;
 }
 
-// issue(plan, t, target, result, out): returns the handle, or None if Python must issue the call.
+// Sets the parts of the input of a call; false, perhaps with an exception set, if Python must issue the call.
+static bool take_parts(const Issuer *self, call *what, PyObject *others) {
+    Py_ssize_t count = 1 + PyTuple_Size(others);
+    while ((Py_ssize_t)1 << what->levels < count && what->levels < CORE_MOST_LEVELS) what->levels++;
+    core_op op = what->plan->op;
+    what->parts_of = self->strict || (Py_ssize_t)1 << what->levels != count ? NULL : PyMem_Calloc(1, sizeof *what->parts_of);
+    if (what->parts_of == NULL) return false;
+    op.parts = what->parts_of->at, op.levels = what->levels;
+    what->parts_of->at[0] = (void *)(uintptr_t)what->in;
+    what->others = others;
+    bool alike = core_op_valid(&op, UINT32_MAX);
+    for (Py_ssize_t i = 1; alike && i < count; i++) {
+        dl_tensor t;
+        alike = describe(self, PyTuple_GetItem(others, i - 1), &t) && form_of(&t) == what->forms[0];
+        if (alike) what->parts_of->at[i] = (void *)(uintptr_t)address_of(&t);
+    }
+    return alike;
+}
+
+// issue(plan, t, target, result, out, others): returns the handle, or None if Python must issue the call.
 static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
-    call what = {(Plan *)args[0], args + 1, 0, 0, {0, 0}};
+    if ((count != 5 && count != 6) || Py_TYPE(args[0]) != plan_type)
+        return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result, out and perhaps a tuple of more parts");
+    call what = {(Plan *)args[0], args + 1, 0, 0, {0, 0}, NULL, NULL, 0};
     PyObject *t = args[1], *target = args[2];
     enum from from = may_issue(self);
     dl_tensor found;
@@ -649,17 +714,28 @@ static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t co
         if (!describe(self, target, &found)) Py_RETURN_NONE;
         what.out = address_of(&found), what.forms[1] = form_of(&found);
     }
-    return issue(self, &what, from == ON_LOOP);
+    bool taken = count == 5 || PyTuple_Size(args[5]) == 0 || take_parts(self, &what, args[5]);
+    PyObject *handle = taken && !PyErr_Occurred() ? issue(self, &what, from == ON_LOOP) : NULL;
+    PyMem_Free(what.parts_of);
+    if (handle != NULL || PyErr_Occurred()) return handle;
+    Py_RETURN_NONE;
 }
 
 // Lets a program continue the operation, with its claims and the tensor that the user's program has changed, or NULL. The
 // ranks agree on the operation, but a lane cannot run their parts together.
-static PyObject *go_on(Handle *h, const claim *claims, unsigned count, PyObject *changed) {
-    PyObject *owned = PyList_New(0);
+static PyObject *go_on(Handle *h, PyObject *changed) {
+    claim claims[MOST_CLAIMS];
     keep_memory(h);
+    unsigned count = claims_of(h, claims);
+    PyObject *owned = PyList_New(0), *given = h->tensor, *parts = NULL;
+    if (h->others != NULL) {
+        PyObject *first = PyTuple_Pack(1, h->tensor);
+        given = parts = first == NULL ? NULL : PySequence_Concat(first, h->others);
+        Py_XDECREF(first);
+        if (parts == NULL) Py_CLEAR(owned);
+    }
     for (unsigned i = 0; owned != NULL && i < count; i++) {
-        PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
-        PyObject *tensor = claims[i].writes ? written_by(h) : h->tensor;
+        PyObject *memory = claims[i].memory, *tensor = claims[i].tensor;
         PyObject *one = Py_BuildValue("(KKOOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
                                       claims[i].writes ? Py_True : Py_False, is_set(memory) ? memory : Py_None,
                                       tensor == NULL ? Py_None : tensor);
@@ -667,26 +743,26 @@ static PyObject *go_on(Handle *h, const claim *claims, unsigned count, PyObject 
         Py_XDECREF(one);
     }
     PyObject *out = h->out == NULL ? Py_None : h->out;
-    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, h->tensor, out, owned,
+    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, given, out, owned,
                                                                               changed == NULL ? Py_None : changed, NULL);
-    Py_XDECREF(owned);
+    Py_XDECREF(owned), Py_XDECREF(parts);
     return told;
 }
 
 void issuer_settle(Handle *h) {
     Issuer *self = h->issuer;
     uint32_t state = core_op_state(&h->native);
-    claim claims[2];
+    claim claims[MOST_CLAIMS];
     unsigned count = claims_of(h, claims);
     h->issuer = NULL;
     PyObject *told = NULL;
     bool succeeds = state == CORE_DONE || state == CORE_UNLIKE;
     PyObject *tensor = succeeds && h->status == status_pending && h->watched ? changed(self, h) : NULL;
-    lane_keep(self->lane, &h->native, h->tensor);
+    lane_keep(self->lane, &h->native, h->others != NULL && h->target != NULL ? h->target : h->tensor);
     count_write(self, written_by(h));
     if (state != CORE_UNLIKE) release(self, claims, count);
     if (state == CORE_UNLIKE) {
-        told = go_on(h, claims, count, tensor);
+        told = go_on(h, tensor);
     } else if (state != CORE_DONE) {
         PyObject *error = PyObject_CallFunction(self->lane->fail, "iI", (int)state, h->native.differs);
         if (error != NULL) told = PyObject_CallFunctionObjArgs(self->failed, h, error, NULL);
@@ -711,7 +787,7 @@ void issuer_settle(Handle *h) {
     }
     if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)h);
     Py_XDECREF(told);
-    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out, &h->memory[0], &h->memory[1]};
+    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out, &h->memory[0], &h->memory[1], &h->others, &h->others_memory};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     DECREF(h);
     DECREF(self);
@@ -820,8 +896,9 @@ static void issuer_dealloc(Issuer *self) {
 
 static PyMethodDef issuer_methods[] = {
     {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
-     "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
-     "`result`, for a caller who gave `out`; None if Python must issue the call."},
+     "issue(plan, t, target, result, out, others=()): return the handle of a collective that reads `t` and the `others`, "
+     "which are combined first, writes `target` and returns `result`, for a caller who gave `out`; None if Python must "
+     "issue the call."},
     {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for an allreduce of tensors like `t`."},
     {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove the plans that `add` has set."},
     {0},

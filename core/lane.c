@@ -200,6 +200,9 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
 
 // --- operations --------------------------------------------------------------------------------------------------
 
+// Returns the kind with the number of parts, which must both be equal on all ranks.
+static uint8_t kind_of(const core_op *op) { return (uint8_t)(op->kind | op->levels << 4); }
+
 // Posts this rank's entry of `op`; false if there is no room for it.
 static bool post(core_lane *lane, core_op *op) {
     uint64_t k = lane->next_number, end = lane->ends[k % ENTRIES];
@@ -226,7 +229,7 @@ static bool post(core_lane *lane, core_op *op) {
     }
     entry->print = op->print;
     entry->form = (uint8_t)form;
-    entry->kind = op->kind;
+    entry->kind = kind_of(op);
     entry->consumed = lane->consumed;
     if (form > TINY || !whole || lane->led || op->kind == CORE_ALLGATHER) {
         entry->stage = lane->stage_at;
@@ -303,7 +306,7 @@ static bool post_waiting(core_lane *lane) {
 
 // True if an entry with the same fingerprint can be run together with `op`.
 static bool alike(const struct entry *entry, const core_op *op) {
-    return entry->kind == op->kind && (op->kind != CORE_ALLGATHER || entry->like == op->like);
+    return entry->kind == kind_of(op) && (op->kind != CORE_ALLGATHER || entry->like == op->like);
 }
 
 // Checks if the other ranks have posted the same operation. ENDED: all have; FAILED: a fingerprint differs; UNLIKE: the

@@ -297,6 +297,8 @@ class Reductions(Base):
         self, kind: str, t: object, op: str, out: Tensor | None, terms: CallTerms, root: int | None = None
     ) -> Handle[Any]:
         """Reduce over the list and the ranks, into `out`, every tensor, or the first tensor of `root`."""
+        if (planned := self._plans.issue_across(kind, t, out, terms, op, root)) is not None:  # type: ignore[arg-type]
+            return planned
         ts = check_list(t, None, "t")
         mine = root in (None, self.rank)
         if out is not None and mine:
