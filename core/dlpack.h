@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { DL_MAJOR = 1, DL_CPU = 1 };
+enum { DL_MAJOR = 1, DL_CPU = 1, DL_COMPLEX = 5 };
 
 typedef struct {
     void *data;

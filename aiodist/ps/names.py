@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from aiodist import _core
 from aiodist.backends.base import dtype_name
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
@@ -21,7 +22,8 @@ from aiodist.ps.settings import Span
 from aiodist.streams.memory import flat
 from aiodist.streams.writes import check_writable
 
-_PLAIN = (Tensor, nn.Parameter)
+_SMALL_BYTES = 1 << 15
+_FORM_DIMS = 6
 
 
 @dataclass(eq=False, slots=True)
@@ -47,11 +49,16 @@ class NameEntry:
     """Version that this rank last read."""
     open: set[int] = field(default_factory=set)
     """Numbers of this rank's pushes and pulls in flight."""
+    form: _core.Form | None = None
+    """Form of a small tensor, or None."""
     _watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if self.tensor is not None:
             self.dtype, self.shape = self.tensor.dtype, tuple(self.tensor.shape)
+            if 0 < self.tensor.nbytes <= _SMALL_BYTES and len(self.shape) <= _FORM_DIMS:
+                like = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+                self.form = _core.Form(like, Tensor, nn.Parameter)
         if self.table is not None:
             self.dtype, self.shape = self.table.dtype, (self.table.rows or -1, self.table.dim)
 
@@ -91,6 +98,8 @@ class Pushed(NamedTuple):
     value: Tensor
     """Flat."""
     rule: int
+    data: bytes | None = None
+    """Copy of a small plain tensor's memory, or None."""
 
 
 class Names:
@@ -174,23 +183,15 @@ class Names:
             f"what is {type(what).__name__}: expected None, a name, a tensor or parameter, a list of these, or a module"
         )
 
-    def plain(self, what: object, value: object) -> Pushed | None:
-        """Return the push of a plain tensor on the host by a name and the default rule, which all checks accept.
+    def plain(self, what: object, value: Any) -> Pushed | None:  # noqa: ANN401
+        """Return the push of a small plain tensor on the host by a name and the default rule, which all checks accept.
 
         Returns None for any other push, for which `resolve` and `pushed_of` have errors that name the difference.
         """
         entry = self._entries.get(what) if type(what) is str else None
-        if not isinstance(entry, NameEntry) or entry.tensor is None:
+        if not isinstance(entry, NameEntry) or entry.form is None or (data := entry.form.bytes(value)) is None:
             return None
-        if not isinstance(value, Tensor) or type(value) not in _PLAIN:
-            return None
-        if value.dtype is not entry.dtype or value.shape != entry.shape or not value.is_cpu:
-            return None
-        if value.layout is not torch.strided or not value.is_contiguous() or value.is_neg() or value.is_conj():
-            return None
-        if value.storage_offset() * value.itemsize + value.nbytes > value.untyped_storage().nbytes():
-            return None  # a program may have shrunk the storage
-        return Pushed(entry, flat(value), entry.rule_number)
+        return Pushed(entry, flat(value), entry.rule_number, data)
 
     def _listed(self) -> str:
         names = ", ".join(map(repr, self.names[:8]))
@@ -284,7 +285,7 @@ def check_apart(pushed: Sequence[Pushed], entries: Sequence[NameEntry], outs: Se
         first, place = out.data_ptr(), bisect_left(starts, (out.data_ptr() + out.nbytes,)) - 1
         while place >= 0 and ends[place] > first:
             start, i = starts[place]
-            other, value, _ = pushed[i]
+            other, value = pushed[i].entry, pushed[i].value
             itself = other is entry and start == first and value.nbytes == out.nbytes
             if not itself and start + value.nbytes > first:
                 raise ValueError(

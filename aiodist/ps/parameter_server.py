@@ -234,7 +234,7 @@ class ParameterServer(Durability):
         session.check("push")
         one = self._names.plain(what, values) if rule is None and type(alpha) is float and alpha == 1 else None
         pushed = [one] if one is not None else pushed_of(*self._names.resolve(what), values, self._wanted(rule), alpha)
-        nbytes = sum([value.nbytes for _, value, _ in pushed])
+        nbytes = sum([each.value.nbytes for each in pushed])
         handle = session.handle("push", nbytes, timeout)
         claims: list[Claim] = []
         if nbytes > session.context.coalescer.inline_bytes:
@@ -430,7 +430,8 @@ class ParameterServer(Durability):
         """Return the claims of an operation, without those of small values, which are copied at the call."""
         claims, small = writing(*(t for t in outs if t.nbytes)), self._session.context.coalescer.inline_bytes
         written = {claim.start for claim in claims}
-        large = [value for _, value, _ in pushed if value.nbytes > small and value.data_ptr() not in written]
+        pushes = [each.value for each in pushed if each.value.nbytes > small]
+        large = [value for value in pushes if value.data_ptr() not in written]
         return claims + reading(*large)
 
     def _pull(
@@ -449,7 +450,7 @@ class ParameterServer(Durability):
         into = [None if t is None else flat(t) for t in outs]
         check_apart(pushed, entries, into)
         written = [t for t in into if t is not None]
-        nbytes = sum([t.nbytes for t in ([value for _, value, _ in pushed] or written)])
+        nbytes = sum([t.nbytes for t in ([each.value for each in pushed] or written)])
         handle = self._session.handle(op, nbytes, timeout, depth=4)
         claims = self._claims(pushed, written)
         acquire(claims, handle)

@@ -237,6 +237,17 @@ class RequestQueue:
         else:
             self.context.progress.start(self._make, calls)
 
+    def issue_one(self, entry: Entry) -> None:
+        """As `issue` for the `put` of one entry."""
+        if self._gathered is None and not self._line:
+            self.context.progress.start(self._put_one, entry)
+        else:
+            self.issue((self._put, entry))
+
+    def _put_one(self, entry: Entry) -> None:
+        self._put(entry)
+        self.context.coalescer.flush()
+
     def issue_later(self, begin: Callable[[Done], None], then: Done) -> None:
         """Let `begin(done)` make a request, and then `then(error)` send it. Later requests wait."""
         if block := self._gathered:
@@ -262,14 +273,17 @@ class RequestQueue:
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Put the entries of a request into the coalescer, except those for lost servers (transport lock held)."""
-        coalescer, gone = self.context.coalescer, self.context.gone
-        for dst, kind, number, head, data, message in entries:
-            if dst in gone:
-                self._lost(dst)
-                continue
-            coalescer.put(dst, kind, head, data, request=True)
-            if message is not None:
-                coalescer.send(message, dst, number, partial(keep, message))
+        for entry in entries:
+            self._put(entry)
+
+    def _put(self, entry: Entry) -> None:
+        dst, kind, number, head, data, message = entry
+        if dst in self.context.gone:
+            self._lost(dst)
+            return
+        self.context.coalescer.put(dst, kind, head, data, request=True)
+        if message is not None:
+            self.context.coalescer.send(message, dst, number, partial(keep, message))
 
     def located(self, error: BaseException) -> BaseException:
         """Return `error`, which names this rank and parameter server from now on."""

@@ -48,8 +48,13 @@ class Pushes:
 
     # --- requests --------------------------------------------------------------------------------------------
 
-    def push(self, operation: UserCall, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
-        """Push flat `value`. A small value on the host is copied now, otherwise the push owns it until the end."""
+    def push(
+        self, operation: UserCall, entry: NameEntry, value: Tensor, rule: int, data: bytes | None, alpha: float
+    ) -> None:
+        """Push flat `value`. A small value on the host is copied now, otherwise the push owns it until the end.
+
+        `data` is a copy of a small value, or None.
+        """
         number = self._wait(next(self._queue.numbers), entry, operation, value.nbytes)
         fetch = None
         if not value.is_cpu:
@@ -62,8 +67,7 @@ class Pushes:
             return
         whole = len(entry.spans) == 1  # the one span of an object does not have the length of its code
         if whole and self._log is None and fetch is None:
-            entries = (self._entry(number, entry, entry.servers[0], value, rule, alpha, False),)
-            self._queue.issue((self._queue.put, entries))
+            self._queue.issue_one(self._entry(number, entry, entry.servers[0], value, rule, alpha, False, data))
             return
         blocks = [value] if whole else [value[start:stop] for _, start, stop in entry.spans]
         plain = [(block, False) for block in blocks]
@@ -166,12 +170,20 @@ class Pushes:
         return number
 
     def _entry(
-        self, number: int, entry: NameEntry, dst: int, value: Tensor, rule: int, alpha: float, coded: bool
+        self,
+        number: int,
+        entry: NameEntry,
+        dst: int,
+        value: Tensor,
+        rule: int,
+        alpha: float,
+        coded: bool,
+        data: bytes | None = None,
     ) -> Entry:
         nbytes, context = value.nbytes, self._context
         if nbytes <= context.coalescer.inline_bytes:
             head = wire.PUSH.pack(entry.key, rule, _INLINE, coded, number, entry.base, alpha, nbytes, 0, 0)
-            made = Entry(dst, _PUSH, number, head, as_bytes(value))
+            made = Entry(dst, _PUSH, number, head, as_bytes(value) if data is None else data)
             way = Way.INLINE
         else:
             way, place = context.shared.way_to(dst, value)

@@ -95,6 +95,50 @@ async def test_p2_what_a_push_sends_by_default(coll: Communicator) -> None:
         assert net.bias.tolist() == [11.0]
 
 
+KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.complex64)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (2, 3, 5), (1, 1, 1, 1, 1, 1, 2), (1021,)])
+async def test_p2_small_tensors_of_any_form_arrive(coll: Communicator, shape: tuple[int, ...]) -> None:
+    zeros = {str(kind): torch.zeros(shape, dtype=kind) for kind in KINDS}
+    async with ParameterServer(coll, zeros, rule="copy", servers=[coll.size - 1], workers=[*range(coll.size)]) as ps:
+        if coll.rank == 0:
+            made = torch.Generator().manual_seed(len(shape))
+            for kind in KINDS:
+                values = torch.randint(0, 100, shape, generator=made).to(kind)
+                parameter = nn.Parameter(values, requires_grad=False)
+                for given in (values, parameter, torch.stack([values, values.logical_not().to(kind)])[1]):
+                    await ps.push(str(kind), given)
+                    pulled = await ps.pull(str(kind), torch.zeros(shape, dtype=kind))
+                    assert torch.equal(pulled, given)
+
+
+@pytest.mark.ranks(2)
+async def test_p2_views_that_are_no_memory_of_their_values_are_refused(coll: Communicator) -> None:
+    given = {"vector": torch.zeros(4), "scalar": torch.zeros(()), "complex": torch.zeros(4, dtype=torch.complex64)}
+    async with ParameterServer(coll, given, rule="copy", servers=1, workers=[0, 1]) as ps:
+        lazy = torch.full((4,), 1 + 2j, dtype=torch.complex64).conj()
+        shrunk = torch.ones(4)
+        shrunk.untyped_storage().resize_(8)
+        calls: list[tuple[type[Exception], str, object]] = [
+            (ValueError, "complex", lazy),
+            (ValueError, "scalar", lazy[0].imag),
+            (ValueError, "vector", lazy.imag),
+            (ValueError, "vector", torch.ones(8)[::2]),
+            (ValueError, "vector", torch.ones(1).expand(4)),
+            (ValueError, "vector", torch.ones(2, 2)),
+            (ValueError, "vector", shrunk),
+            (TypeError, "vector", torch.ones(4, dtype=torch.int32)),
+            (TypeError, "vector", [1.0] * 4),
+        ]
+        for error, name, value in calls:
+            with pytest.raises(error):
+                ps.push(name, value)
+        await ps.push("vector", torch.ones(4))
+        assert (await ps.pull("vector", torch.zeros(4))).tolist() == [1.0] * 4
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("split", [1, 1 << 20])
 async def test_p2_prefetch_and_integrate(coll: Communicator, split: int) -> None:

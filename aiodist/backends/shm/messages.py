@@ -75,7 +75,8 @@ class Messages:
         self._pending = 0
         self._passes = 0
         self._ask_at = 0.0
-        self._failure: AiodistError | None = None
+        self.failure: AiodistError | None = None
+        """Error of all operations, or None."""
         progress.add_poller(self)
         progress.driven.append(self)
 
@@ -93,19 +94,14 @@ class Messages:
     # --- sending and receiving ---------------------------------------------------------------------------------
 
     def send(self, send: ShmSend, to: int) -> None:
-        if self._failure is not None:
-            send.done(self._failure)
+        if self.failure is not None:
+            send.done(self.failure)
             return
         self._pending += 1
         try:
             self._send(send, to)
         except Exception as error:  # noqa: BLE001  - the error belongs to the task that awaits the operation
             self.finish(send, ours(error))
-
-    def send_now(self, data: bytearray, comm: int, to: int, tag: int) -> bool:
-        """Send a few bytes to rank `to`. Return False, with no byte sent, if the bytes would have to wait."""
-        peer = self.peers.get(to)
-        return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
     def _send(self, send: ShmSend, to: int) -> None:
         box = self.box(send.comm)
@@ -123,8 +119,8 @@ class Messages:
             self._deliver(message, receive)
 
     def receive(self, receive: ShmReceive) -> None:
-        if self._failure is not None:
-            receive.done(self._failure)
+        if self.failure is not None:
+            receive.done(self.failure)
             return
         self._pending += 1
         try:
@@ -336,7 +332,7 @@ class Messages:
 
     def fail(self, error: AiodistError) -> None:
         """Fail all pending and later operations, since the others' memory cannot be used."""
-        self._failure = error
+        self.failure = error
         for comm in tuple(self.boxes):
             self.close_comm(comm, error)
         for peer in self._polled:

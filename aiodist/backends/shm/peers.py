@@ -99,10 +99,11 @@ class ShmPeer:
 
     def send_now(self, data: bytearray, comm: int, tag: int) -> bool:
         """Send a short message. Return False, with no byte sent, if the message would have to wait."""
-        if self.waiting or self.gone or not self._has_credit(len(data)):
+        nbytes = len(data)
+        if self.waiting or self.gone or self._messages.failure is not None or not self._has_credit(nbytes):
             return False
         try:
-            return self._put_short(comm, tag, len(data), data)
+            return self._put_short(comm, tag, nbytes, data)
         except MemoryError:  # the caller then sends an ordinary message, which gets the error
             return False
 
@@ -119,7 +120,10 @@ class ShmPeer:
         if not self.rings.put(_SHORT, comm, tag, 0, 0, -1, 0, nbytes, data):
             return False
         self._given += nbytes + _RECORD_BYTES
-        self._ring()
+        if self.rings.met:
+            self.neighbour.ring()
+        else:
+            self._ring()
         return True
 
     def _begin(self, send: ShmSend) -> bool:

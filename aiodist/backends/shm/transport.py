@@ -66,7 +66,8 @@ class ShmTransport:
         self.messages.send(ShmSend(t, self.comm, tag, done), self._world_ranks[dst])
 
     def _send_now(self, data: bytearray, dst: int, tag: int) -> bool:
-        return self.messages.send_now(data, self.comm, self._world_ranks[dst], tag)
+        peer = self.messages.peers.get(self._world_ranks[dst])
+        return peer is not None and peer.send_now(data, self.comm, tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t`. A shorter message does not change the rest of `t`."""
