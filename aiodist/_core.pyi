@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Generator, MutableMapping, Sequence, Sized
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+F = TypeVar("F", bound=Callable[..., Any])
 Buffer = memoryview | bytearray
 
 BLOCK_BYTES: int
@@ -17,6 +18,7 @@ STOPPED: int
 UNLIKE: int
 
 def kernels() -> str: ...
+def allreduce_method(function: F, /) -> F: ...
 def frames_of_thread(thread_id: int, /) -> list[tuple[FrameType, int]]: ...
 def write_checked(fd: int, memory: Buffer, parts: list[tuple[int, int, int]], /) -> list[int]: ...
 def rows_find(cells: int, mask: int, ids: int, count: int, slots: int, /) -> None: ...
@@ -272,6 +274,7 @@ class Plan:
 class Issuer:
     open: bool
     observer: Callable[[Any], Callable[..., object]] | None
+    expire: Callable[[Any], object] | None
     strict: bool
     threads: bool
     def __init__(
@@ -298,7 +301,8 @@ class Issuer:
         inference: Callable[[], bool],
         /,
     ) -> None: ...
-    def allreduce(self, t: object, op: str, impl: str, /) -> Handle | None: ...
-    def issue(self, plan: Plan, t: object, target: object, result: object, out: object, /) -> Handle | None: ...
+    def issue(
+        self, plan: Plan, t: object, target: object, result: object, out: object, others: tuple[object, ...] = (), /
+    ) -> Handle | None: ...
     def add(self, t: object, op: str | None, impl: str, plan: Plan, /) -> None: ...
     def forget(self) -> None: ...

@@ -121,7 +121,7 @@ BENCHMARKS = {
     "await": Benchmark("benchmarks.awaits", IMPLS, _PEERS, ("auto", "gloo"), sized=True, targets=_AWAITS),
     "train": Benchmark(
         "benchmarks.training",
-        ("datapar", "pipelined", "sharded", "sync", "powersgd", "topk", "bf16"),
+        ("datapar", "pipelined", "sharded", "sync", "reduce", "reduce-ordinary", "powersgd", "topk", "bf16"),
         ("none", "ddp"),
         ("datapar", "pipelined", "sharded", "sync"),
     ),

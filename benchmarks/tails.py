@@ -27,7 +27,7 @@ __all__ = ["COMMANDS", "ROWS", "Tail", "app", "histograms", "markdown", "of_rows
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_TRAIN = "python -m benchmarks train --impl datapar --against none,ddp"
+_TRAIN = "python -m benchmarks train --impl datapar,reduce,reduce-ordinary --against none,ddp"
 COMMANDS = {
     "await": "python -m benchmarks await --impl auto --against mpi4py",
     "busy": "python -m benchmarks await --impl auto --against mpi4py --busy",
@@ -157,10 +157,17 @@ def _rows() -> tuple[Tail, ...]:
         ),
     )
     steps = tuple(
-        Tail(model, f"step of {model} {batch} / {name}", f"{case} aiodist:datapar", target, (f"{case} {other}",))
+        Tail(
+            model, f"{what.format(f'{model} {batch}')} / {name}", f"{case} aiodist:{ours}", target, (f"{case} {other}",)
+        )
         for model, batch, over_none in (("mlp", 32, 1.15), ("transformer", 4, 1.10), ("conv", 32, 1.05))
         for case in (f"train:{model} {batch}",)
-        for name, other, target in (("no communication", "none", over_none), ("DDP", "ddp", 0.98))
+        for what, ours, name, other, target in (
+            ("step of {}", "datapar", "no communication", "none", over_none),
+            ("one allreduce of the bytes of {}, in the arena", "reduce", "step without communication", "none", None),
+            ("the same of ordinary tensors, {}", "reduce-ordinary", "step without communication", "none", None),
+            ("step of {}", "datapar", "DDP", "ddp", 0.98),
+        )
     )
     saved = (
         Tail("checkpoint", "step during a checkpoint", "checkpoint:beside aiodist:step", 1.05, field="value"),

@@ -156,6 +156,19 @@ async def _sync(setting: Setting) -> AsyncIterator[Trainer]:
         await net.aclose()
 
 
+@asynccontextmanager
+async def _reduce(setting: Setting, name: str = "reduce", *, arena: bool = True) -> AsyncIterator[Trainer]:
+    """One allreduce of as many bytes as the gradients, in shared memory if `arena`, and nothing else: a floor."""
+    numel = sum(p.numel() for p in models.build(setting.model).parameters())
+    flat = (setting.coll.arena_empty if arena else torch.empty)(numel, dtype=torch.float32)
+    flat.normal_()
+
+    async def step() -> None:
+        await setting.coll.allreduce(flat, op="mean")
+
+    yield Trainer(f"aiodist:{name}", step)
+
+
 def _blocking(name: str, setting: Setting, module: nn.Module) -> Trainer:
     """Return a plain torch loop, on the thread that calls it."""
     optimizer = _optimizer(list(module.parameters()))
@@ -185,6 +198,8 @@ TRAINERS: dict[str, Callable[[Setting], AbstractAsyncContextManager[Trainer]]] =
     "pipelined": partial(_ahead, name="pipelined", make=PipelinedOptimizer.create),
     "sharded": partial(_ahead, name="sharded", make=ShardedOptimizer.create),
     "sync": _sync,
+    "reduce": _reduce,
+    "reduce-ordinary": partial(_reduce, name="reduce-ordinary", arena=False),
     "none": _none,
     "ddp": _ddp,
     **{name: partial(_datapar, name=name, compress=codec) for name, codec in COMPRESSED.items()},

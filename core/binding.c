@@ -765,7 +765,8 @@ static int fill(PyObject *module) {
         PyErr_SetString(PyExc_ImportError, "aiodist._core is for one interpreter of a process");
         return -1;
     }
-    if (doorbells_add(module) || handle_add(module) || ledger_add(module) || issue_add(module) || form_add(module) || rings_add(module) ||
+    if (doorbells_add(module) || handle_add(module) || ledger_add(module) || issue_add(module) || method_add(module) ||
+        form_add(module) || rings_add(module) ||
         !add_type(module, &memory_spec) || !add_type(module, &engine_spec) ||
         !add_type(module, &completions_spec) || !(operation_type = add_type(module, &operation_spec)) ||
         !(lane_type = add_type(module, &lane_spec)))

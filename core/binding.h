@@ -1,5 +1,5 @@
 // Declarations shared by the files of the Python module: binding.c (the module, lanes), doorbells.c (sleeping), handle.c
-// (awaiting), issue.c (issuing), rings.c (messages), form.c (bytes of tensors).
+// (awaiting), issue.c (issuing), method.c (calls), rings.c (messages), form.c (bytes of tensors).
 #ifndef CORE_BINDING_H
 #define CORE_BINDING_H
 
@@ -85,6 +85,12 @@ typedef struct {
 // Returns the place of `nbytes` at `start`; its segment is CORE_NOWHERE if no segment has these bytes.
 core_place segments_find(const Segments *, uintptr_t start, size_t nbytes);
 
+// The parts of an input, in order.
+typedef struct {
+    const void *at[1 << CORE_MOST_LEVELS];
+    long long versions[1 << CORE_MOST_LEVELS];  // when the call returned, or -1
+} parts;
+
 // A handle, the base type of `Handle` in Python.
 typedef struct {
     PyObject_HEAD
@@ -98,12 +104,15 @@ typedef struct {
     char given_up;  // true if an await ended without the outcome
     char posted;    // true if the operation is withdrawn when the program drops the handle
     char writes;    // true if the result is in the caller's memory
+    char listed;    // true if the lane's operation is among the pending operations of the communicator
     // While a lane runs the operation: the issuer, which keeps the handle alive, the plan, the tensors, and the core's
     // operation. `target` is the output, and `result` the value to return; both are NULL if equal to `tensor`. `out` is
     // the caller's argument, or NULL.
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
     PyObject *memory[2];  // the storages of `tensor` and `target`, if the operation did not finish immediately
+    PyObject *others, *others_memory;  // the parts of the input after `tensor`, a tuple, or NULL; their storages, a list, as above
+    parts *parts_of;                   // NULL without `others`
     // The state of `tensor` and `target` when the call returned, to find writes of the program: their versions, or -1,
     // hashes of their forms, and the checksum of the memory that is only read, or 0.
     bool watched;
@@ -176,6 +185,7 @@ int form_add(PyObject *module);
 int handle_add(PyObject *module);
 int issue_add(PyObject *module);
 int ledger_add(PyObject *module);
+int method_add(PyObject *module);
 int rings_add(PyObject *module);
 
 // Fills `view` with writable memory of at least `least` bytes; false with an exception set.
@@ -188,6 +198,9 @@ void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 // exception set.
 const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
+
+// Reports an exception that must not undo an issue. A KeyboardInterrupt is raised again in later code.
+void report_later(PyObject *where);
 
 // Records the next operation.
 void log_record(Log *, PyObject *what, origin, uint64_t nbytes);
@@ -211,6 +224,9 @@ void wait_for_word(Lane *);
 // Ends the operation of a handle: releases its claims, and wakes the waiters.
 void issuer_settle(Handle *);
 Lane *issuer_lane(Issuer *);
+
+// Issues an allreduce; returns the handle, or None if Python must issue the call.
+PyObject *issuer_allreduce(PyObject *issuer, PyObject *tensor, PyObject *op, PyObject *impl);
 Log *issuer_log(Issuer *);
 
 #define INCREF(object) Py_INCREF((PyObject *)(object))

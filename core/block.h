@@ -11,8 +11,9 @@
 //     abandoned      1 if this rank has abandoned the lane. Pairs with `step`, `core_lane_quiet`.
 //
 // A *portion* is a buffer that one rank lends to the others. Its bytes are in the rank's stage, at places[number %
-// PLACES]. Every operation takes the same number of portions on all ranks, also on ranks without data to lend. So all
-// ranks number the portions alike.
+// PLACES]. In HALVES (ways.c), each other rank overwrites its part of these bytes with the result before it stores
+// `reduced`, and the lender takes them after that. Every operation takes the same number of portions on all ranks, also
+// on ranks without data to lend. So all ranks number the portions alike.
 #ifndef CORE_BLOCK_H
 #define CORE_BLOCK_H
 

@@ -29,7 +29,7 @@ enum core_state {
     CORE_ABANDONED,  // this rank or another one has abandoned the lane; the content of the outputs is unspecified
     CORE_BROKEN,     // another rank's block is invalid: its memory was overwritten
     CORE_STOPPED,    // this rank or another one takes no part, see core_lane_stop; no output was written
-    CORE_UNLIKE,     // the fingerprints agree, but the kind or `like` differs between ranks; no output was written
+    CORE_UNLIKE,     // the fingerprints agree, but the kind, `levels` or `like` differs between ranks; no output was written
     CORE_WATCHED,    // like CORE_PENDING; a thread sleeps until the end (core_op_wait)
 };
 
@@ -52,6 +52,8 @@ typedef struct {
     uint64_t offset;
 } core_place;
 
+enum { CORE_MOST_LEVELS = 4 };  // the parts of a portion are combined in one step
+
 // One rank's part of a collective. The caller keeps this part and its tensors until `state` is final.
 typedef struct core_op {
     // Set by the caller. Counts are in elements; for the tensors see `Primitive` in Python.
@@ -61,10 +63,14 @@ typedef struct core_op {
     uint64_t like;           // of an allgather: a value outside the fingerprint that must be equal on all ranks
     uint64_t key;            // in a led lane: identifies an operation on all ranks; see CORE_KEY_BITS
     void *in, *out;          // equal if the operation works in place
+    // With 2^levels parts, the input of an allreduce or a reduce is their combination, which needs no memory of the
+    // caller. `out` may be one of the parts, and `in` is the first. All ranks must have the same number of parts.
+    const void *const *parts;  // kept by the caller
+    uint8_t levels;          // 0: the input is `in`
     uint64_t count;          // of `in`; of a broadcast and an allgather: total of all ranks
     const uint64_t *sent;    // by rank, in elements, kept by the caller: reduce_scatter, allgather, alltoall
     const uint64_t *received;  // by rank: alltoall
-    core_place in_at;        // address of `in` for other ranks
+    core_place in_at;        // address of `in` for other ranks; of an allreduce of parts: address of `out`; of a reduce of parts: none
     void *caller;            // for use by `ended`
     bool direct;             // for use by `ended`
 

@@ -97,7 +97,7 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
             &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->finisher,\
             &self->keep, &self->fence, &self->parts, &self->name, &self->source, &self->tag, &self->version,               \
             &self->observer, &self->plan, &self->tensor, &self->target, &self->result, &self->out, &self->memory[0],       \
-            &self->memory[1]                                                                                               \
+            &self->memory[1], &self->others, &self->others_memory                                                          \
     }
 
 static int handle_traverse(Handle *self, visitproc visit, void *arg) {
@@ -129,6 +129,7 @@ static void handle_dealloc(Handle *self) {
     PyObject_GC_UnTrack(self);
     if (self->weak != NULL) PyObject_ClearWeakRefs((PyObject *)self);
     handle_clear(self);
+    PyMem_Free(self->parts_of);
     freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free(self);
     DECREF(type);

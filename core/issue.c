@@ -83,6 +83,27 @@ static PyType_Spec plan_spec = {
 
 // --- issuing -----------------------------------------------------------------------------------------------------
 
+// The descriptor of an attribute of a type. It reads the attribute in a third of the time of PyObject_GetAttr.
+typedef struct {
+    PyObject *descriptor;
+    descrgetfunc get;
+} Getter;
+
+static Getter frame_back, frame_lasti;
+
+// Finds the descriptor of attribute `name`; false with an exception set.
+static bool find_getter(Getter *getter, PyObject *type, const char *name) {
+    getter->descriptor = PyObject_GetAttrString(type, name);
+    if (getter->descriptor == NULL) return false;
+    getter->get = (descrgetfunc)PyType_GetSlot(Py_TYPE(getter->descriptor), Py_tp_descr_get);
+    if (getter->get == NULL) PyErr_Format(PyExc_TypeError, "attribute %s of %R is no descriptor", name, type);
+    return getter->get != NULL;
+}
+
+static PyObject *get(const Getter *getter, PyObject *object) {
+    return getter->get(getter->descriptor, object, (PyObject *)Py_TYPE(object));
+}
+
 enum { KNOWN = 256, KNOWN_DIMS = 6 };
 enum { UNWATCHED_BYTES = 4096 };  // longest tensors whose versions are compared only if the world is strict
 
@@ -112,13 +133,14 @@ struct Issuer {
     Log *log;
     Pacer *pacer;
     Segments *segments;
-    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *changed, *observer;
+    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *changed, *observer, *expire;
     PyObject *running;  // the thread's running-loop object when the running loop was found to be the communicator's
     PyTypeObject *handle, *tensor, *parameter;
     PyObject *increment, *grad_enabled;  // of torch: count writes of tensors; return True while autograd records
     PyCFunction increment_of;            // the C function of `increment`, a tenth faster; NULL: none
     Once *once;                          // the argument of `increment`
     PyObject *inference;                 // of torch: a method of a tensor, returns True for an inference tensor
+    Getter requires_grad;                // of a tensor
     PyCFunction inference_of;            // the C function of `inference`, which takes any tensor; NULL: none
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
@@ -128,7 +150,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_version, *s_is_inference, *s_requires_grad, *s_loop, *s_running;
+static PyObject *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_version, *s_is_inference, *s_loop, *s_running;
 static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
@@ -232,30 +254,28 @@ static origin origin_of_call(PyObject *frame) {
 static origin origin_of(Issuer *self) {
     if (is_set(self->log->caller)) return origin_in(self->log->caller);
     PyObject *frame = (PyObject *)PyEval_GetFrame();
-    PyObject *code = NULL;
+    PyObject *code;
     Py_XINCREF(frame);
     if (frame == NULL) PyErr_SetString(PyExc_RuntimeError, "called from outside of Python");
     if (frame == NULL) return (origin){NULL, 0};
-    whose file = PROGRAMS;
+    whose file;
     while (true) {
-        PyObject *back = PyObject_GetAttr(frame, s_back);
-        if (back == NULL || back == Py_None) {
+        code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        if ((file = file_of(self, code)) != OURS) break;
+        PyObject *back = get(&frame_back, frame);
+        if (!is_set(back)) {
             Py_XDECREF(back);
             break;
         }
-        Py_DECREF(frame);
+        Py_DECREF(code), Py_DECREF(frame);
         frame = back;
-        Py_XDECREF(code);
-        code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-        if ((file = file_of(self, code)) != OURS) break;
     }
     if (file == CALLS) {
         origin found = origin_of_call(frame);
         Py_DECREF(frame), Py_DECREF(code);
         return found;
     }
-    if (code == NULL) code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    PyObject *lasti = PyObject_GetAttr(frame, s_lasti);
+    PyObject *lasti = get(&frame_lasti, frame);
     int instruction = lasti == NULL ? 0 : (int)PyLong_AsLong(lasti);
     if (lasti == NULL) Py_CLEAR(code);
     Py_XDECREF(lasti);
@@ -287,20 +307,32 @@ typedef struct {
     uintptr_t start;
     size_t nbytes;
     bool writes;
+    PyObject *tensor, *memory;  // or NULL
 } claim;
 
-// Returns the number of `claims` of an operation: it reads its tensor and writes its target; a tensor inside its target
+enum { MOST_CLAIMS = 1 + (1 << CORE_MOST_LEVELS) };
+
+static PyObject *written_by(const Handle *h);
+
+static unsigned others_of(const Handle *h) { return h->others == NULL ? 0 : (unsigned)PyTuple_Size(h->others); }
+
+// Returns the number of `claims` of an operation: it reads its tensors and writes its target; a tensor inside its target
 // needs no claim.
-static unsigned claims_of(const Handle *h, claim claims[2]) {
+static unsigned claims_of(const Handle *h, claim claims[MOST_CLAIMS]) {
     const Plan *plan = (const Plan *)h->plan;
     uintptr_t in = (uintptr_t)h->native.in, out = (uintptr_t)h->native.out;
     if (plan->nbytes + plan->target_nbytes == 0) return 0;
-    claims[0] = (claim){in, plan->nbytes, plan->writes};
-    if (h->target == NULL) return 1;
-    bool inside = out <= in && in + plan->nbytes <= out + plan->target_nbytes;
-    unsigned count = plan->nbytes == 0 || inside ? 0 : 1;
-    claims[0].writes = false;
-    if (plan->target_nbytes > 0) claims[count++] = (claim){out, plan->target_nbytes, true};
+    unsigned count = 0;
+    bool apart = h->target != NULL, inside = apart && out <= in && in + plan->nbytes <= out + plan->target_nbytes;
+    bool writes = plan->writes && !apart;
+    PyObject *tensor = writes ? written_by(h) : h->tensor;
+    if (!apart || (plan->nbytes > 0 && !inside)) claims[count++] = (claim){in, plan->nbytes, writes, tensor, h->memory[0]};
+    if (apart && plan->target_nbytes > 0) claims[count++] = (claim){out, plan->target_nbytes, true, written_by(h), h->memory[1]};
+    for (unsigned i = 0; i < others_of(h); i++) {
+        const void *at = h->parts_of->at[i + 1];
+        PyObject *memory = h->others_memory == NULL ? NULL : PyList_GetItem(h->others_memory, i);
+        if (at != h->native.out) claims[count++] = (claim){(uintptr_t)at, plan->nbytes, false, PyTuple_GetItem(h->others, i), memory};
+    }
     return count;
 }
 
@@ -310,7 +342,7 @@ static void release(Issuer *self, const claim *claims, unsigned count) {
 
 // Claims the memory of `h`; false with an exception set.
 static bool acquire(Issuer *self, Handle *h) {
-    claim claims[2];
+    claim claims[MOST_CLAIMS];
     unsigned count = claims_of(h, claims);
     for (unsigned i = 0; i < count; i++) {
         bool failed;
@@ -340,6 +372,15 @@ static void keep_memory(Handle *h) {
         h->memory[i] = PyObject_CallMethodObjArgs(tensors[i], s_untyped_storage, NULL);
         if (h->memory[i] == NULL) PyErr_WriteUnraisable((PyObject *)h);
     }
+    if (h->others == NULL || h->others_memory != NULL) return;
+    PyObject *kept = PyList_New(0);
+    for (unsigned i = 0; kept != NULL && i < others_of(h); i++) {
+        PyObject *memory = PyObject_CallMethodObjArgs(PyTuple_GetItem(h->others, i), s_untyped_storage, NULL);
+        if (memory == NULL || PyList_Append(kept, memory) < 0) Py_CLEAR(kept);
+        Py_XDECREF(memory);
+    }
+    h->others_memory = kept;
+    if (kept == NULL) PyErr_WriteUnraisable((PyObject *)h);
 }
 
 // An iterator of at most one tensor, the argument of torch's `increment`. Its reuse allocates nothing.
@@ -385,7 +426,10 @@ static PyObject *written_by(const Handle *h) {
 
 // Returns true if autograd would have to record a write into `tensor`, for which the general path raises.
 static bool is_recorded(const Issuer *self, PyObject *tensor) {
-    if (tensor == NULL || !has(tensor, s_requires_grad, Py_True)) return false;
+    if (tensor == NULL) return false;
+    PyObject *requires = get(&self->requires_grad, tensor);
+    Py_XDECREF(requires);
+    if (requires != Py_True) return false;
     PyObject *enabled = PyObject_CallNoArgs(self->grad_enabled);
     Py_XDECREF(enabled);
     return enabled != Py_False;
@@ -396,6 +440,9 @@ typedef struct {
     Plan *plan;
     PyObject *const *tensors;
     uint64_t in, out, forms[2];
+    PyObject *others;  // a tuple of 2^levels - 1 more parts, or NULL
+    parts *parts_of;   // of all parts; NULL after the handle has taken it
+    uint8_t levels;
 } call;
 
 // --- writes of the program into memory in flight ------------------------------------------------------------------
@@ -420,10 +467,10 @@ static bool is_inference(const Issuer *self, PyObject *tensor) {
 
 // Returns the checksum of the memory that the operation only reads, or 0 if there is none.
 static uint64_t sum_of(const Handle *h) {
-    claim claims[2];
+    claim claims[MOST_CLAIMS];
     unsigned count = claims_of(h, claims);
     for (unsigned i = 0; i < count; i++) {
-        PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
+        PyObject *memory = claims[i].memory;
         if (claims[i].writes || memory == NULL) continue;
         uint64_t start = number_of(memory, s_data_ptr), end = start + number_of(memory, s_nbytes);
         // A program may have shrunk the storage.
@@ -448,6 +495,12 @@ static void watch(const Issuer *self, Handle *h, const call *what) {
         h->forms[i] = what->forms[i];
         watched = watched || compared;
     }
+    for (unsigned i = 0; i < others_of(h); i++) {
+        PyObject *part = PyTuple_GetItem(what->others, i);
+        bool compared = sizes[0] > UNWATCHED_BYTES && part != given[1] && !is_inference(self, part);
+        h->parts_of->versions[i + 1] = compared ? version_of(part) : -1;
+        watched = watched || compared;
+    }
     h->watched = watched;
 }
 
@@ -464,12 +517,36 @@ static PyObject *changed(const Issuer *self, const Handle *h) {
         bool whole = h->memory[i] != NULL && number_of(h->memory[i], s_nbytes) == (i == 0 ? plan->nbytes : plan->target_nbytes);
         if (whole && describe(self, tensors[i], &t) && address_of(&t) == at[i] && form_of(&t) == h->forms[i]) return tensors[i];
     }
+    for (unsigned i = 0; i < others_of(h); i++) {
+        PyObject *part = PyTuple_GetItem(h->others, i), *memory = h->others_memory == NULL ? NULL : PyList_GetItem(h->others_memory, i);
+        long long before = h->parts_of->versions[i + 1], version = before < 0 || memory == NULL ? -1 : version_of(part);
+        dl_tensor t;
+        if (version < 0 || version == before || number_of(memory, s_nbytes) != plan->nbytes || !describe(self, part, &t)) continue;
+        if (address_of(&t) == (uint64_t)(uintptr_t)h->parts_of->at[i + 1] && form_of(&t) == h->forms[0]) return part;
+    }
     uint64_t sum = h->sum == 0 ? 0 : sum_of(h);
     return sum != 0 && sum != h->sum ? h->tensor : NULL;  // 0: the storage has other memory now
 }
 
-// Returns a handle that owns its memory and is in the log; NULL with an exception set.
-static Handle *issued(Issuer *self, const call *what, core_place place) {
+// Adds the handle to the pending operations; false with an exception set.
+static bool list(Issuer *self, Handle *h) {
+    PyObject *number = PyLong_FromLongLong(h->seq);
+    h->listed = number != NULL && PyDict_SetItem(self->pending, number, (PyObject *)h) == 0;
+    Py_XDECREF(number);
+    return h->listed;
+}
+
+static void unlist(Issuer *self, Handle *h) {
+    if (!h->listed) return;
+    PyObject *number = PyLong_FromLongLong(h->seq);
+    if (number == NULL || PyDict_DelItem(self->pending, number) < 0) PyErr_Clear();
+    Py_XDECREF(number);
+    h->listed = 0;
+}
+
+// Returns a handle that owns its memory and is in the log; NULL with an exception set. The handle is listed now only if
+// Python code runs before the first step of the lane, since most short operations end there.
+static Handle *issued(Issuer *self, call *what, core_place place) {
     Plan *plan = what->plan;
     PyObject *const *tensors = what->tensors;
     Handle *h = (Handle *)PyType_GenericAlloc(self->handle, 0);
@@ -487,7 +564,7 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     INCREF(h->progress), Py_INCREF(h->op), Py_INCREF(h->account), Py_INCREF(h->status), Py_INCREF(h->plan), Py_INCREF(h->tensor);
     Py_XINCREF(h->target), Py_XINCREF(h->result), Py_XINCREF(h->out);
     h->seq = self->log->seq;
-    h->nbytes = (Py_ssize_t)plan->nbytes;
+    h->nbytes = (Py_ssize_t)(plan->nbytes << what->levels);
     h->polled = 1;
     h->writes = written(plan, tensors[0], tensors[1], tensors[3]) != NULL;
     h->native = plan->op;
@@ -495,20 +572,22 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     h->native.in = (void *)(uintptr_t)what->in, h->native.out = (void *)(uintptr_t)what->out;
     h->native.in_at = place;
     h->native.caller = h;
+    if (what->others != NULL) {
+        h->others = what->others, h->parts_of = what->parts_of, what->parts_of = NULL;
+        h->native.parts = h->parts_of->at, h->native.levels = what->levels;
+        Py_INCREF(h->others);
+    }
     if (h->called.code == NULL || !acquire(self, h)) {
         DECREF(h);
         return NULL;
     }
-    PyObject *number = PyLong_FromLongLong(h->seq);
-    int kept = number == NULL ? -1 : PyDict_SetItem(self->pending, number, (PyObject *)h);
-    Py_XDECREF(number);
-    if (kept < 0) {
-        claim claims[2];
+    if ((is_set(self->observer) || PyDict_Size(self->log->awaited) > 0) && !list(self, h)) {
+        claim claims[MOST_CLAIMS];
         release(self, claims, claims_of(h, claims));
         DECREF(h);
         return NULL;
     }
-    log_record(self->log, plan->what, h->called, plan->nbytes);
+    log_record(self->log, plan->what, h->called, (uint64_t)h->nbytes);
     INCREF(self), INCREF(h);  // until issuer_settle
     h->issuer = self;
     if (is_set(self->observer)) {
@@ -549,7 +628,7 @@ static enum from may_issue(Issuer *self) {
     return self->threads ? IN_THREAD : ELSEWHERE;
 }
 
-static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
+static PyObject *issue(Issuer *self, call *what, bool on_loop) {
     core_place place = {CORE_NOWHERE, 0};
     PyObject *const *tensors = what->tensors;
     if (is_recorded(self, written(what->plan, tensors[0], tensors[1], tensors[3]))) {
@@ -558,11 +637,11 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     }
     // Other ranks may access the tensor in place, and write the results of kinds up to CORE_BROADCAST into the inputs.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
-    if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
+    uint64_t window = what->in;
+    if (what->others != NULL) windows = what->plan->op.kind == CORE_ALLREDUCE, window = what->out;
+    if (windows && !place_of(self, window, what->plan->nbytes, &place)) return NULL;
     Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
-    // The loop may have found nothing pending in between, and stopped the watchdog.
-    if (!on_loop && !keep_watch(self)) PyErr_WriteUnraisable((PyObject *)h);
     Lane *lane = self->lane;
     Completions *completions = lane->completions;
     if (on_loop) self->pacer->polls++;  // a loop that issues is alive
@@ -571,6 +650,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     uint64_t load = core_lane_load(lane->lane);
     bool heavy = load >= heavy_bytes(self->pacer);
     if (!heavy) core_lane_advance(lane->lane, SLICE);
+    if (!h->listed && core_op_state(&h->native) != CORE_DONE && !list(self, h)) report_later((PyObject *)h);
     if (self->log->timed) log_came(self->log, core_lane_busy(lane->lane) && !heavy ? core_lane_driven_at(lane->lane) : core_now());
     drive_end(completions);
     if (h->status == status_pending) {
@@ -578,25 +658,52 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
         count_write(self, written_by(h));
         if (h->issuer != NULL) watch(self, h, what);  // else a program has taken over
         core_engine_notice(lane->engine->engine, lane->lane, heavy);
+        if (!keep_watch(self)) report_later((PyObject *)h);
     }
     return (PyObject *)h;
 }
 
-// allreduce(t, op, impl): returns the handle, or None if Python must issue the call.
-static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
-    PyObject *const tensors[4] = {args[0], args[0], args[0], Py_None};
+PyObject *issuer_allreduce(PyObject *issuer, PyObject *tensor, PyObject *op, PyObject *impl) {
+    if (Py_TYPE(issuer) != issuer_type) Py_RETURN_NONE;
+    Issuer *self = (Issuer *)issuer;
+    PyObject *const tensors[4] = {tensor, tensor, tensor, Py_None};
     enum from from = may_issue(self);
     dl_tensor t;
-    Plan *plan = from != ELSEWHERE && describe(self, args[0], &t) ? plan_for(self, &t, args[1], args[2]) : NULL;
+    Plan *plan = from != ELSEWHERE && describe(self, tensor, &t) ? plan_for(self, &t, op, impl) : NULL;
     if (plan == NULL) Py_RETURN_NONE;
-    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}}, from == ON_LOOP);
+    call what = {plan, tensors, address_of(&t), address_of(&t), {form_of(&t), 0}, NULL, NULL, 0};
+    PyObject *handle = issue(self, &what, from == ON_LOOP);
+    if (handle == NULL || handle == Py_None || !is_set(self->expire)) return handle;
+    PyObject *expires = PyObject_CallFunctionObjArgs(self->expire, handle, NULL);
+    if (expires == NULL) Py_CLEAR(handle);
+    Py_XDECREF(expires);
+    return handle;
 }
 
-// issue(plan, t, target, result, out): returns the handle, or None if Python must issue the call.
+// Sets the parts of the input of a call; false, perhaps with an exception set, if Python must issue the call.
+static bool take_parts(const Issuer *self, call *what, PyObject *others) {
+    Py_ssize_t count = 1 + PyTuple_Size(others);
+    while ((Py_ssize_t)1 << what->levels < count && what->levels < CORE_MOST_LEVELS) what->levels++;
+    core_op op = what->plan->op;
+    what->parts_of = self->strict || (Py_ssize_t)1 << what->levels != count ? NULL : PyMem_Calloc(1, sizeof *what->parts_of);
+    if (what->parts_of == NULL) return false;
+    op.parts = what->parts_of->at, op.levels = what->levels;
+    what->parts_of->at[0] = (void *)(uintptr_t)what->in;
+    what->others = others;
+    bool alike = core_op_valid(&op, UINT32_MAX);
+    for (Py_ssize_t i = 1; alike && i < count; i++) {
+        dl_tensor t;
+        alike = describe(self, PyTuple_GetItem(others, i - 1), &t) && form_of(&t) == what->forms[0];
+        if (alike) what->parts_of->at[i] = (void *)(uintptr_t)address_of(&t);
+    }
+    return alike;
+}
+
+// issue(plan, t, target, result, out, others): returns the handle, or None if Python must issue the call.
 static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
-    call what = {(Plan *)args[0], args + 1, 0, 0, {0, 0}};
+    if ((count != 5 && count != 6) || Py_TYPE(args[0]) != plan_type)
+        return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result, out and perhaps a tuple of more parts");
+    call what = {(Plan *)args[0], args + 1, 0, 0, {0, 0}, NULL, NULL, 0};
     PyObject *t = args[1], *target = args[2];
     enum from from = may_issue(self);
     dl_tensor found;
@@ -606,17 +713,28 @@ static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t co
         if (!describe(self, target, &found)) Py_RETURN_NONE;
         what.out = address_of(&found), what.forms[1] = form_of(&found);
     }
-    return issue(self, &what, from == ON_LOOP);
+    bool taken = count == 5 || PyTuple_Size(args[5]) == 0 || take_parts(self, &what, args[5]);
+    PyObject *handle = taken && !PyErr_Occurred() ? issue(self, &what, from == ON_LOOP) : NULL;
+    PyMem_Free(what.parts_of);
+    if (handle != NULL || PyErr_Occurred()) return handle;
+    Py_RETURN_NONE;
 }
 
 // Lets a program continue the operation, with its claims and the tensor that the user's program has changed, or NULL. The
 // ranks agree on the operation, but a lane cannot run their parts together.
-static PyObject *go_on(Handle *h, const claim *claims, unsigned count, PyObject *changed) {
-    PyObject *owned = PyList_New(0);
+static PyObject *go_on(Handle *h, PyObject *changed) {
+    claim claims[MOST_CLAIMS];
     keep_memory(h);
+    unsigned count = claims_of(h, claims);
+    PyObject *owned = PyList_New(0), *given = h->tensor, *parts = NULL;
+    if (h->others != NULL) {
+        PyObject *first = PyTuple_Pack(1, h->tensor);
+        given = parts = first == NULL ? NULL : PySequence_Concat(first, h->others);
+        Py_XDECREF(first);
+        if (parts == NULL) Py_CLEAR(owned);
+    }
     for (unsigned i = 0; owned != NULL && i < count; i++) {
-        PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
-        PyObject *tensor = claims[i].writes ? written_by(h) : h->tensor;
+        PyObject *memory = claims[i].memory, *tensor = claims[i].tensor;
         PyObject *one = Py_BuildValue("(KKOOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
                                       claims[i].writes ? Py_True : Py_False, is_set(memory) ? memory : Py_None,
                                       tensor == NULL ? Py_None : tensor);
@@ -624,26 +742,26 @@ static PyObject *go_on(Handle *h, const claim *claims, unsigned count, PyObject 
         Py_XDECREF(one);
     }
     PyObject *out = h->out == NULL ? Py_None : h->out;
-    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, h->tensor, out, owned,
+    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, given, out, owned,
                                                                               changed == NULL ? Py_None : changed, NULL);
-    Py_XDECREF(owned);
+    Py_XDECREF(owned), Py_XDECREF(parts);
     return told;
 }
 
 void issuer_settle(Handle *h) {
     Issuer *self = h->issuer;
     uint32_t state = core_op_state(&h->native);
-    claim claims[2];
+    claim claims[MOST_CLAIMS];
     unsigned count = claims_of(h, claims);
     h->issuer = NULL;
     PyObject *told = NULL;
     bool succeeds = state == CORE_DONE || state == CORE_UNLIKE;
     PyObject *tensor = succeeds && h->status == status_pending && h->watched ? changed(self, h) : NULL;
-    lane_keep(self->lane, &h->native, h->tensor);
+    lane_keep(self->lane, &h->native, h->others != NULL && h->target != NULL ? h->target : h->tensor);
     count_write(self, written_by(h));
     if (state != CORE_UNLIKE) release(self, claims, count);
     if (state == CORE_UNLIKE) {
-        told = go_on(h, claims, count, tensor);
+        told = go_on(h, tensor);
     } else if (state != CORE_DONE) {
         PyObject *error = PyObject_CallFunction(self->lane->fail, "iI", (int)state, h->native.differs);
         if (error != NULL) told = PyObject_CallFunctionObjArgs(self->failed, h, error, NULL);
@@ -652,9 +770,7 @@ void issuer_settle(Handle *h) {
         told = PyObject_CallFunctionObjArgs(self->changed, h, h->result != NULL ? h->result : h->tensor, tensor, NULL);
     } else if (h->status == status_pending) {
         count_bytes(self->lane, h->native.in_at, (uint64_t)h->nbytes);
-        PyObject *number = PyLong_FromLongLong(h->seq);
-        if (number == NULL || PyDict_DelItem(self->pending, number) < 0) PyErr_Clear();
-        Py_XDECREF(number);
+        unlist(self, h);
         h->value = h->result != NULL ? h->result : h->tensor;
         Py_INCREF(h->value), Py_INCREF(status_returned), Py_DECREF(status_pending);
         h->status = status_returned;
@@ -670,7 +786,7 @@ void issuer_settle(Handle *h) {
     }
     if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)h);
     Py_XDECREF(told);
-    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out, &h->memory[0], &h->memory[1]};
+    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out, &h->memory[0], &h->memory[1], &h->others, &h->others_memory};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     DECREF(h);
     DECREF(self);
@@ -737,17 +853,19 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     self->increment_of = PyCFunction_GetFlags(increment) == METH_O ? PyCFunction_GetFunction(increment) : NULL;
     self->inference_of = PyCFunction_GetFlags(inference) == METH_NOARGS ? PyCFunction_GetFunction(inference) : NULL;
     PyErr_Clear();  // one of them is no function of C
+    bool found = find_getter(&self->requires_grad, tensor, "requires_grad");
     PyObject *const kept[] = {lane,    claims, log,   pacer,   segments, account, pending, inbox,
                               to_fail, ours,   watch, publish, failed,   changed, handle,  tensor,  parameter, increment, grad_enabled, inference};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
+    if (!found) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->changed, self->observer, self->running, (PyObject *)self->handle,
+        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->changed, self->observer, self->expire, self->running, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, self->increment, self->grad_enabled, self->inference, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
@@ -757,7 +875,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 
 static int issuer_clear(Issuer *self) {
     PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed,
-                                &self->changed, &self->observer, &self->running};
+                                &self->changed, &self->observer, &self->expire, &self->running};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
@@ -774,25 +892,25 @@ static void issuer_dealloc(Issuer *self) {
     Py_XDECREF((PyObject *)self->lane), Py_XDECREF((PyObject *)self->claims), Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->pacer), Py_XDECREF((PyObject *)self->handle), Py_XDECREF((PyObject *)self->tensor);
     Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments), Py_XDECREF(self->increment), Py_XDECREF(self->grad_enabled);
-    Py_XDECREF(self->inference);
+    Py_XDECREF(self->inference), Py_XDECREF(self->requires_grad.descriptor);
     Py_XDECREF((PyObject *)self->once);
     PyObject_GC_Del(self);
     DECREF(type);
 }
 
 static PyMethodDef issuer_methods[] = {
-    {"allreduce", (PyCFunction)(void *)issuer_allreduce, METH_FASTCALL,
-     "allreduce(t, op, impl): return the handle of an allreduce; None if Python must issue the call."},
     {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
-     "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
-     "`result`, for a caller who gave `out`; None if Python must issue the call."},
-    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for tensors like `t`."},
-    {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove all plans of `allreduce`."},
+     "issue(plan, t, target, result, out, others=()): return the handle of a collective that reads `t` and the `others`, "
+     "which are combined first, writes `target` and returns `result`, for a caller who gave `out`; None if Python must "
+     "issue the call."},
+    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): set the plan for an allreduce of tensors like `t`."},
+    {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Remove the plans that `add` has set."},
     {0},
 };
 static PyMemberDef issuer_members[] = {
     OFFERS("open", T_BOOL, Issuer, open, 0, "True while the communicator takes calls."),
     OFFERS("observer", T_OBJECT, Issuer, observer, 0, "Called with each handle; returns a callback for the end."),
+    OFFERS("expire", T_OBJECT, Issuer, expire, 0, "Sets the default deadline of an allreduce's handle; None: there is no default."),
     OFFERS("strict", T_BOOL, Issuer, strict, 0, "True compares checksums of the memory that operations only read."),
     OFFERS("threads", T_BOOL, Issuer, threads, 0, "True if other threads may call too, one at a time."),
     {0},
@@ -808,17 +926,20 @@ static PyType_Spec issuer_spec = {
 
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
-        {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
+        {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"}, {&s_data_ptr, "data_ptr"}, {&s_nbytes, "nbytes"},
         {&s_version, "_version"}, {&s_is_inference, "is_inference"},
-        {&s_requires_grad, "requires_grad"}, {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
+        {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
     PyObject *asyncio = PyImport_ImportModule("asyncio.events");
     running_loop = asyncio == NULL ? NULL : PyObject_GetAttrString(asyncio, "_get_running_loop");
     Py_XDECREF(asyncio);
-    if (running_loop == NULL) return -1;
+    PyObject *types = PyImport_ImportModule("types"), *frame = types == NULL ? NULL : PyObject_GetAttrString(types, "FrameType");
+    bool found = frame != NULL && find_getter(&frame_back, frame, "f_back") && find_getter(&frame_lasti, frame, "f_lasti");
+    Py_XDECREF(types), Py_XDECREF(frame);
+    if (running_loop == NULL || !found) return -1;
     if ((once_type = (PyTypeObject *)PyType_FromSpec(&once_spec)) == NULL) return -1;
     return (plan_type = add_type(module, &plan_spec)) && (issuer_type = add_type(module, &issuer_spec)) ? 0 : -1;
 }

@@ -49,26 +49,32 @@
         }                                                                                                             \
     }
 
-// As KERNEL, with a fast path without an accumulator for two inputs, the most frequent case.
+// As KERNEL, with a fast path without an accumulator for two inputs, the most frequent case, and for their mean.
 #define SAME(x) (x)
+#define EACH_PAIR(T, VALUE)                                                                                           \
+    if (nouts == 1) {                                                                                                 \
+        APART for (size_t i = 0; i < n; i++) out[i] = VALUE;                                                          \
+    } else {                                                                                                          \
+        APART for (size_t i = 0; i < n; i++) {                                                                        \
+            T both = VALUE;                                                                                           \
+            out[i] = both;                                                                                            \
+            also[i] = both;                                                                                           \
+        }                                                                                                             \
+    }
 #define PLAIN(NAME, T, COMBINE, DIVIDE)                                                                               \
     KERNEL(NAME##_any, T, T, SAME, SAME, COMBINE, DIVIDE)                                                             \
     TARGET static void NAMED(NAME)(void *const *outs, int nouts, const void *const *ins, int nins, size_t n,         \
                                    int divisor, bool fold) {                                                          \
-        if (nins != 2 || nouts > 2 || divisor > 1) {                                                                  \
+        if (nins != 2 || nouts > 2 || divisor > 2) {                                                                  \
             NAMED(NAME##_any)(outs, nouts, ins, nins, n, divisor, fold);                                              \
             return;                                                                                                   \
         }                                                                                                             \
         const T *a = ins[0], *b = ins[1];                                                                             \
         T *out = outs[0], *also = outs[nouts - 1];                                                                    \
-        if (nouts == 1) {                                                                                             \
-            APART for (size_t i = 0; i < n; i++) out[i] = COMBINE(a[i], b[i]);                                        \
+        if (divisor == 2) {                                                                                           \
+            EACH_PAIR(T, DIVIDE(COMBINE(a[i], b[i]), 2))                                                              \
         } else {                                                                                                      \
-            APART for (size_t i = 0; i < n; i++) {                                                                    \
-                T both = COMBINE(a[i], b[i]);                                                                         \
-                out[i] = both;                                                                                        \
-                also[i] = both;                                                                                       \
-            }                                                                                                         \
+            EACH_PAIR(T, COMBINE(a[i], b[i]))                                                                         \
         }                                                                                                             \
     }
 
@@ -164,6 +170,7 @@ static const struct choice NAMED(table)[CORE_DTYPES][CORE_REDUCTIONS] = {
 #undef APART
 #undef KERNEL
 #undef SAME
+#undef EACH_PAIR
 #undef PLAIN
 #undef WHOLE
 #undef ADD

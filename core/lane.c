@@ -174,6 +174,7 @@ static uint64_t least_consumed(core_lane *lane, bool look) {
 // Returns the offset of `nbytes` in the stage, or -1 if other ranks must read more first. Loans end in order, so they
 // form a ring; if only one loan is open, the next begins at the front, whose lines are in the caches.
 static int64_t room_in_stage(core_lane *lane, uint64_t portion, uint64_t nbytes, uint64_t consumed) {
+    if (lane->consumed < consumed) consumed = lane->consumed;  // it takes results from its own stage
     while (lane->loans_first != lane->loans_last && lane->loans[lane->loans_first % PLACES].portion < consumed)
         lane->loans_first++;
     uint64_t count = lane->loans_last - lane->loans_first;
@@ -198,6 +199,9 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
 }
 
 // --- operations --------------------------------------------------------------------------------------------------
+
+// Returns the kind with the number of parts, which must both be equal on all ranks.
+static uint8_t kind_of(const core_op *op) { return (uint8_t)(op->kind | op->levels << 4); }
 
 // Posts this rank's entry of `op`; false if there is no room for it.
 static bool post(core_lane *lane, core_op *op) {
@@ -225,7 +229,7 @@ static bool post(core_lane *lane, core_op *op) {
     }
     entry->print = op->print;
     entry->form = (uint8_t)form;
-    entry->kind = op->kind;
+    entry->kind = kind_of(op);
     entry->consumed = lane->consumed;
     if (form > TINY || !whole || lane->led || op->kind == CORE_ALLGATHER) {
         entry->stage = lane->stage_at;
@@ -302,7 +306,7 @@ static bool post_waiting(core_lane *lane) {
 
 // True if an entry with the same fingerprint can be run together with `op`.
 static bool alike(const struct entry *entry, const core_op *op) {
-    return entry->kind == op->kind && (op->kind != CORE_ALLGATHER || entry->like == op->like);
+    return entry->kind == kind_of(op) && (op->kind != CORE_ALLGATHER || entry->like == op->like);
 }
 
 // Checks if the other ranks have posted the same operation. ENDED: all have; FAILED: a fingerprint differs; UNLIKE: the

@@ -241,6 +241,11 @@ static void log_dealloc(Log *self) {
     DECREF(type);
 }
 
+void report_later(PyObject *where) {
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    PyErr_WriteUnraisable(where);
+}
+
 // Calls the function that waits for the issue of operation `number`; its error does not undo the issue.
 static void tell_issued(Log *self, long long number) {
     PyObject *key = PyLong_FromLongLong(number), *tell = key == NULL ? NULL : PyDict_GetItemWithError(self->awaited, key);
@@ -249,8 +254,7 @@ static void tell_issued(Log *self, long long number) {
         PyObject *result = PyDict_DelItem(self->awaited, key) < 0 ? NULL : PyObject_CallNoArgs(tell);
         Py_XDECREF(result);
     }
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // raised later
-    if (PyErr_Occurred()) PyErr_WriteUnraisable(tell);
+    if (PyErr_Occurred()) report_later(tell);
     Py_XDECREF(tell);
     Py_XDECREF(key);
 }

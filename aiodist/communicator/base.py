@@ -85,6 +85,8 @@ class Base(Group):
         self._messenger = Messenger(dispatcher)
         self._plans: Plans = Plans(dispatcher, self._device, self._queue_of)
         self._no_plans = self._plans.without_plans()
+        self._issuer = dispatcher.lifetime.issuer
+        """The compiled core's part of issuing, which `allreduce` calls first, or None."""
         self._compared: Fingerprint | None = None
 
     # --- changes by the registry ------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ class Base(Group):
 
     def _comparing(self, what: Fingerprint) -> Base:
         other = object.__new__(type(self))
-        vars(other).update(vars(self), _compared=what, _plans=self._no_plans)
+        vars(other).update(vars(self), _compared=what, _plans=self._no_plans, _issuer=None)
         return other
 
     def _issue(

@@ -324,7 +324,7 @@ class Dispatcher:
         else:
             self.progress.start_from_thread(call, *args)
 
-    def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
+    def set_deadline(self, handle: Handle[Any], timeout: float | None = None) -> None:
         """Set the deadline of a handle: `timeout` seconds, or the communicator's default."""
         if (timeout is not None or self.timeout is not None) and internals.is_pending(handle):
             self._set_deadline(handle, timeout)

@@ -60,6 +60,7 @@ class LaneIssuer:
             torch.empty(0, device="cpu").is_inference,
         )
         core.strict = dispatcher.strict
+        core.expire = None if dispatcher.timeout is None else dispatcher.set_deadline
         core.threads = dispatcher.lifetime.issuing is not None
         return core
 

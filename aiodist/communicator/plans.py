@@ -21,9 +21,10 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.arithmetic import SUPPORTED, check_op
+from aiodist.backends.arithmetic import CONVERTED, SUPPORTED, check_op
 from aiodist.backends.base import Begin, Done, Wanted, dtype_code, once, ours, tag_of
 from aiodist.backends.shm.lanes import KINDS, LaneKind, op_code
+from aiodist.collectives.across import reduce_parts
 from aiodist.collectives.cuda.queued import Queue, Queued
 from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Primitives, Repertoire
@@ -174,6 +175,39 @@ class Plans:
             work_bytes=plan.work_bytes,
             messages=plan.messages,
         )
+
+    def issue_across(
+        self, kind: str, parts: Sequence[Tensor], out: Tensor | None, terms: CallTerms, op: str, root: int | None
+    ) -> Handle[Any] | None:
+        """Issue a reduction over the parts of all ranks into `out` in a lane. Return None if no lane can run it.
+
+        The parts of all ranks are one tree in the fixed order if each rank has the same power of two.
+        """
+        if self.off or self._lanes.core is None or terms.name is not None or type(parts) is not list or not parts:
+            return None
+        mine, t = root in (None, self._rank), parts[0]
+        target = out if out is not None and mine else t
+        if (kind == "allreduce" and out is None) or any(type(part) is not Tensor for part in (*parts, target)):
+            return None
+        if any(part.shape != t.shape or not self._takes(kind, part, target) for part in parts):
+            return None
+        signature = Signature(kind, t.dtype, t.shape, op, root, terms.impl, t.get_device())
+        call = *signature, len(parts)
+        try:
+            plan = self._plans[call]
+        except KeyError:
+            plan = self._plans[call] = self._plan_across(signature, t, len(parts))
+        except TypeError:  # as in `issue`
+            return None
+        if plan is None or not all(_dense(part, part.untyped_storage()) for part in parts):
+            return None
+        if terms.timeout is not None:
+            check_timeout(terms.timeout)
+        issuer, result = self._lanes.core, target if mine else None
+        handle: Handle[Any] | None = issuer.issue(plan, t, target, result, out if mine else None, tuple(parts[1:]))  # type: ignore[assignment, arg-type]
+        if handle is not None:
+            self._dispatcher.set_deadline(handle, terms.timeout)
+        return handle
 
     def barrier(self, timeout: float | None) -> Handle[None] | None:
         """Issue a barrier in a lane, or return None."""
@@ -359,6 +393,29 @@ class Plans:
             self._lanes.core.add(t, call.op, call.impl, in_lane)
         return in_lane
 
+    def _plan_across(self, call: Signature, t: Tensor, count: int) -> _core.Plan | None:
+        """Return the plan of a reduction over `count` parts of each rank, or None without one."""
+        self._repertoire.check(call.impl, call.kind)
+        if call.dtype in CONVERTED or call.impl not in ("auto", "shm") or call.op not in _OPS or not t.numel():
+            return None
+        op = check_op(call.op or "", call.dtype)
+        wanted = Wanted(call.kind, call.dtype, op, t.numel())
+        if count & (count - 1) or self._repertoire.pick(wanted, call.impl, ordered=True).name != "shm":
+            return None
+        what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl, across=True)
+        form = _LaneFields(
+            KINDS[call.kind],
+            dtype_code(call.dtype),
+            op_code(op),
+            call.root or 0,
+            numel=t.numel(),
+            nbytes=t.nbytes,
+            target_nbytes=t.nbytes,
+            writes=call.root in (None, self._rank),
+        )
+        otherwise = partial(self._go_on_across, call, self._repertoire)
+        return _core.Plan(what, call.kind, otherwise, what.word, *form)
+
     def _plan_outside(self, call: Signature, op: ReduceOp | None, t: Tensor) -> OutsidePlan | None:
         """Return the plan of a call outside the lanes, or None if the device has none."""
         kind, dtype, numel, repertoire = call.kind, call.dtype, call.shape.numel(), self._repertoire
@@ -415,6 +472,34 @@ class Plans:
         t = _as_claimed(t, call, claims)
         work = partial(each, work=self._work(call, t), ts=[t], out=out)
         self._lanes.go_on(handle, partial(self.program, work, repertoire, call.impl), claims, changed)
+
+    def _go_on_across(
+        self,
+        call: Signature,
+        repertoire: Repertoire,
+        handle: Handle[Any],
+        parts: Tensor | Sequence[Tensor],
+        out: Tensor | None,
+        owned: Sequence[tuple[int, int, bool, UntypedStorage, Tensor | None]],
+        changed: Tensor | None,
+    ) -> None:
+        """As `_go_on`, for a reduction over parts, if ranks have different numbers of parts."""
+        claims = [Claim(*one) for one in owned]
+        parts = [parts] if isinstance(parts, Tensor) else parts
+        ts = [_as_claimed(part, call, [claim for claim in claims if claim.tensor is part]) for part in parts]
+        mine = call.root in (None, self._rank)
+        into = [] if not mine else ts[:1] if out is None else [out.detach()]
+        result = None if not mine else parts[0] if out is None else out
+        work = partial(_across, ts=ts, into=into, op=ReduceOp(call.op or ""), root=call.root, result=result)
+        self._lanes.go_on(handle, partial(self.program, work, repertoire, call.impl), claims, changed)
+
+
+async def _across(
+    p: Primitives, ts: Sequence[Tensor], into: Sequence[Tensor], op: ReduceOp, root: int | None, result: Tensor | None
+) -> Tensor | None:
+    """Reduce over the parts of all ranks. Return `result`."""
+    await reduce_parts(p, ts, into, op, root)
+    return result
 
 
 async def _queued(t: Tensor, queued: Queued | BaseException, operation: CommunicatorOperation) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from aiodist import _core
 from aiodist.backends.arithmetic import check_op
 from aiodist.collectives import operations
 from aiodist.collectives.across import reduce_parts
@@ -32,7 +33,7 @@ from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import fingerprint_of
 from aiodist.handles import Handle
 from aiodist.streams.writes import check_written
-from aiodist.types import Impl, Op, ReduceOp, check_timeout
+from aiodist.types import Impl, Op, ReduceOp
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
@@ -40,6 +41,7 @@ Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 class Reductions(Base):
     """Reductions: `allreduce`, `reduce`, `reduce_scatter`, `scan`, `exscan`."""
 
+    @_core.allreduce_method
     def allreduce(
         self,
         t: Data,
@@ -87,15 +89,6 @@ class Reductions(Base):
         for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,
         DOI 10.1177/1094342005051521.
         """
-        issuer = None if self._plans.off else self._dispatcher.lifetime.issuer
-        if timeout is not None:
-            check_timeout(timeout)
-        if issuer is not None and name is None and out is None and not across:
-            handle = issuer.allreduce(t, op, impl)
-            if handle is not None:
-                if timeout is not None or self._dispatcher.timeout is not None:
-                    self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
-                return handle  # type: ignore[return-value]
         terms = CallTerms(timeout, impl, name)
         if across:
             return self._reduction_across("allreduce", t, op, out, terms)
@@ -304,6 +297,8 @@ class Reductions(Base):
         self, kind: str, t: object, op: str, out: Tensor | None, terms: CallTerms, root: int | None = None
     ) -> Handle[Any]:
         """Reduce over the list and the ranks, into `out`, every tensor, or the first tensor of `root`."""
+        if (planned := self._plans.issue_across(kind, t, out, terms, op, root)) is not None:  # type: ignore[arg-type]
+            return planned
         ts = check_list(t, None, "t")
         mine = root in (None, self.rank)
         if out is not None and mine:

@@ -33,7 +33,8 @@ typedef struct {
     int windows;  // 0 none, 1 all, 2 some
     int differs;  // the rank that brings another fingerprint, or -1
     int stopper;  // the rank that stops it where the lane is led, or -1
-    int unlike;   // the rank that only compares, or brings another `like`, or -1
+    int unlike;   // the rank that only compares, or brings another `like` or number of parts, or -1
+    uint8_t levels;  // each rank brings 2^levels parts
     _Atomic bool stopped;        // true if all ranks are notified
     _Atomic unsigned done, not;  // on how many ranks it was done, and was not
 } spec_t;
@@ -92,6 +93,7 @@ static double load(const uint8_t *at, uint32_t dtype, uint64_t i) {
     }
 }
 
+// Returns element `i` of rank `r`, or of part `r` of all ranks.
 static int value_of(const spec_t *spec, unsigned r, uint64_t i) {
     uint64_t state = spec->seed + r * 0x1000003 + i * 7919;
     return (int)(next(&state) % 7);
@@ -121,6 +123,9 @@ static void make_specs(uint64_t seed) {
         while (most * core_itemsize(s->dtype) > TENSOR_BYTES) most /= 2;
         s->count = next(&seed) % (most + 1);
         s->windows = (int)(next(&seed) % 3);
+        bool parted = (s->kind == CORE_ALLREDUCE || s->kind == CORE_REDUCE) && s->dtype != CORE_F16 && s->dtype != CORE_BF16;
+        s->levels = parted ? (uint8_t)(next(&seed) % 4) : 0;
+        while (ranks << s->levels > MOST_RANKS) s->levels--;  // sums of bytes do not wrap
         s->differs = next(&seed) % 29 == 0 && ranks > 1 ? (int)(next(&seed) % ranks) : -1;
         s->stopper = next(&seed) % 13 == 0 ? (int)(next(&seed) % ranks) : -1;
         s->unlike = next(&seed) % 17 == 0 && ranks > 1 && s->kind != CORE_BARRIER ? (int)(next(&seed) % ranks) : -1;
@@ -146,6 +151,8 @@ typedef struct {
     core_op op;
     unsigned number;
     uint8_t *in, *out;
+    uint8_t *also[7];  // the other parts, if there are several
+    const void *parts[8];
     bool window;
     bool heard;  // that it was stopped
 } flight_t;
@@ -177,17 +184,25 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     bool in_place = s->kind == CORE_ALLREDUCE || s->kind == CORE_REDUCE || s->kind == CORE_SCAN || s->kind == CORE_BROADCAST;
     // A reduction may leave its input unchanged; then no other rank knows the place of the input.
     bool apart = !f->window && s->seed % 3 == 0 && (s->kind == CORE_ALLREDUCE || s->kind == CORE_SCAN || (s->kind == CORE_REDUCE && s->root == me));
+    unsigned parts = 1u << s->levels;
+    for (unsigned p = 0; p < parts; p++) {
+        uint8_t *part = p == 0 ? f->in : (f->also[p - 1] = malloc(brought * item + 16));
+        for (uint64_t i = 0; i < brought; i++) store(part, s->dtype, i, value_of(s, (me << s->levels) + p, i));
+        f->parts[p] = part;
+    }
     f->out = in_place && !apart ? f->in : malloc(gives * item + 16);
-    for (uint64_t i = 0; i < brought; i++) store(f->in, s->dtype, i, value_of(s, me, i));
     if (apart) memcpy(f->out, f->in, brought * item);
     f->op = (core_op){
         .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
         .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
         .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
         .key = (uint64_t)number << CORE_KEY_BITS | s->seed % (1 << CORE_KEY_BITS), .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
+        .parts = f->parts, .levels = s->levels,
     };
+    if (s->kind == CORE_REDUCE && s->levels > 0) f->op.in_at.segment = CORE_NOWHERE;
     if (s->unlike == (int)me) {
         if (s->kind == CORE_ALLGATHER && s->seed % 2) f->op.like = 1;
+        else if (s->levels > 0 && s->seed % 2) f->op.levels--;
         else f->op.kind = CORE_BARRIER;
     }
     if (!core_op_valid(&f->op, ranks)) abort();
@@ -231,6 +246,7 @@ static void begin_some(unsigned me, flight_t *flights, unsigned begun, unsigned 
 }
 
 static void let_go(flight_t *f) {
+    for (unsigned p = 1; p < 1u << specs[f->number].levels; p++) free(f->also[p - 1]);
     if (f->out != f->in) free(f->out);
     if (!f->window) free(f->in);
 }
@@ -271,16 +287,19 @@ static bool check(unsigned me, flight_t *f) {
         if (differ) n = 0;
     }
     for (uint64_t i = 0; i < n; i++) {
-        double seen = load(f->out, s->dtype, i), wanted = value_of(s, me, i);
+        double seen = load(f->out, s->dtype, i), wanted = value_of(s, me << s->levels, i);
         if (!differ) {
             if (s->kind == CORE_BROADCAST) wanted = value_of(s, s->root, i);
-            else if (s->kind != CORE_REDUCE || me == s->root) wanted = reduced(s, among, offset + i);
+            else if (s->kind != CORE_REDUCE || me == s->root) wanted = reduced(s, among << s->levels, offset + i);
         }
         EXPECT((s->reduction == CORE_MEAN ? (float)seen == (float)wanted : seen == wanted), "element %llu is %g, expected %g",
                (unsigned long long)i, seen, wanted);
     }
     for (uint64_t i = 0; f->out != f->in && s->kind <= CORE_SCAN && i < n; i++)
-        EXPECT(load(f->in, s->dtype, i) == value_of(s, me, i), "element %llu of the input was written", (unsigned long long)i);
+        EXPECT(load(f->in, s->dtype, i) == value_of(s, me << s->levels, i), "element %llu of the input was written", (unsigned long long)i);
+    for (unsigned p = 1; p < 1u << s->levels; p++)
+        for (uint64_t i = 0; i < n; i++)
+            EXPECT(load(f->also[p - 1], s->dtype, i) == value_of(s, (me << s->levels) + p, i), "part %u was written", p);
     let_go(f);
     return true;
 }

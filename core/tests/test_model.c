@@ -24,14 +24,15 @@ static void *model_aligned_alloc(size_t alignment, size_t nbytes);
 #undef free
 
 enum {
-    MOST_RANKS = 3, MOST_OPS = 3, TENSOR_BYTES = 640, STAGE_BYTES = 4 * CORE_PORTION_BYTES, DEPTH = 400,
+    MOST_RANKS = 3, MOST_OPS = 3, MOST_PARTS = 2, PARTED = 8, TENSOR_BYTES = 640, STAGE_BYTES = 4 * CORE_PORTION_BYTES, DEPTH = 400,
     FREE = 0xee, OVER = 0xa5, HEAP_BYTES = 8192, SEEN = 1 << 22,
 };
 
 typedef struct {
     core_op op;
     uint64_t sent[MOST_RANKS], received[MOST_RANKS];
-    uint8_t in[TENSOR_BYTES], out[TENSOR_BYTES];
+    uint8_t in[TENSOR_BYTES], out[TENSOR_BYTES], also[TENSOR_BYTES];
+    const void *parts[MOST_PARTS];
     bool reused;
 } flight;
 
@@ -53,7 +54,7 @@ static struct world {
 typedef struct {
     uint8_t kind;
     uint32_t count;
-    unsigned windows;  // a bit for each rank whose tensor the others reach
+    unsigned windows;  // a bit for each rank whose tensor the others reach; with PARTED, each rank brings two parts
     enum { SAME, DIFFERS, COMPARES } differs;  // rank 1 brings another fingerprint; it brings a barrier of the same
 } spec;
 
@@ -66,13 +67,16 @@ static const spec TEMPLATES[] = {
     {CORE_REDUCE_SCATTER, 140, 0, SAME}, {CORE_REDUCE_SCATTER, 140, 7, SAME}, {CORE_ALLGATHER, 150, 0, SAME},
     {CORE_ALLGATHER, 150, 7, SAME},   {CORE_ALLTOALL, 30, 0, SAME},    {CORE_ALLTOALL, 100, 0, SAME},
     {CORE_ALLTOALL, 100, 0, DIFFERS},    {CORE_ALLREDUCE, 140, 1, COMPARES}, {CORE_ALLGATHER, 60, 0, COMPARES},
+    {CORE_ALLREDUCE, 4, PARTED, SAME},  {CORE_ALLREDUCE, 110, PARTED, SAME}, {CORE_ALLREDUCE, 140, PARTED, SAME},
+    {CORE_REDUCE, 140, PARTED, SAME},   {CORE_ALLREDUCE, 140, PARTED, COMPARES},
+    {CORE_ALLREDUCE, 140, PARTED | 7, SAME}, {CORE_ALLREDUCE, 140, PARTED | 1, SAME},
 };
 enum { TEMPLATE_COUNT = sizeof TEMPLATES / sizeof *TEMPLATES, ROOT = 1 };
 
 enum act { SUBMIT, ADVANCE, LEAVE, TELL, ACTS };
 
 // Sequences that come first, since a mistake was once seen in them alone.
-static const unsigned FIRST[][MOST_OPS] = {{20, 1, 2}, {5, 3, 3}, {5, 5, 1}, {22, 23, 22}};
+static const unsigned FIRST[][MOST_OPS] = {{20, 1, 2}, {5, 3, 3}, {5, 5, 1}, {22, 23, 22}, {25, 3, 3}, {26, 25, 25}, {29, 29, 3}};
 enum { FIRST_COUNT = sizeof FIRST / sizeof *FIRST };
 
 static unsigned ranks, ops, leaver;
@@ -149,6 +153,8 @@ static uint64_t sum(const uint64_t *counts) {
     return total;
 }
 
+static bool parted(const spec *s) { return s->windows & PARTED; }
+
 static bool in_place(const spec *s) { return s->kind <= CORE_BROADCAST; }
 
 static void submit(unsigned r) {
@@ -157,7 +163,11 @@ static void submit(unsigned r) {
     const spec *s = &specs[k];
     flight *f = &me->flights[k];
     for (unsigned q = 0; q < ranks; q++) f->sent[q] = sent(s, r, q), f->received[q] = sent(s, q, r);
-    for (uint64_t i = 0; i < TENSOR_BYTES / 4; i++) ((int32_t *)f->in)[i] = value(k, r, i);
+    for (uint64_t i = 0; i < TENSOR_BYTES / 4; i++) {
+        ((int32_t *)f->in)[i] = value(k, r, i);
+        ((int32_t *)f->also)[i] = value(k, r + MOST_RANKS, i);
+    }
+    f->parts[0] = f->in, f->parts[1] = f->also;
     bool window = s->windows >> r & 1;
     f->op = (core_op){
         .kind = s->differs == COMPARES && r == 1 ? CORE_BARRIER : s->kind, .dtype = CORE_I32, .reduction = CORE_SUM,
@@ -165,6 +175,7 @@ static void submit(unsigned r) {
         .in = f->in, .out = in_place(s) ? f->in : f->out, .sent = f->sent, .received = f->received,
         .count = s->kind == CORE_ALLTOALL ? sum(f->sent) : s->count,
         .in_at = {window ? 0 : CORE_NOWHERE, window ? (uint64_t)(f->in - (uint8_t *)me) : 0},
+        .parts = f->parts, .levels = parted(s),
     };
     core_lane_submit(me->lane, &f->op);
 }
@@ -191,7 +202,7 @@ static int32_t expected(unsigned k, unsigned r, uint64_t i) {
             break;
         default: break;
     }
-    for (q = 0; q < among; q++) total += value(k, q, i);
+    for (q = 0; q < among; q++) total += value(k, q, i) + (parted(s) ? value(k, q + MOST_RANKS, i) : 0);
     return total;
 }
 
@@ -232,6 +243,7 @@ static void reuse_tensors(unsigned r) {
         if (!f->reused && (core_op_state(&f->op) != CORE_ABANDONED || quiet)) {
             memset(f->in, OVER, TENSOR_BYTES);
             memset(f->out, OVER, TENSOR_BYTES);
+            memset(f->also, OVER, TENSOR_BYTES);
             f->reused = true;
         }
         EXPECT(!f->reused || (all_are(f->in, TENSOR_BYTES, OVER) && all_are(f->out, TENSOR_BYTES, OVER)),

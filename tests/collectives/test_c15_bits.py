@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from aiodist import BackendUnavailable, Communicator, MismatchError, init
+from aiodist import BackendUnavailable, BufferInFlight, Communicator, MismatchError, init
 from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.world import current_place
@@ -288,6 +290,114 @@ async def check_cuts(coll: Communicator, parts: Sequence[Tensor], op: Op) -> Non
 async def test_c15_across_sums_all_parts_in_one_tree(coll: Communicator, numel: int) -> None:
     for count, kind, op in GIVEN:
         await check_cuts(coll, drawn(count, numel, kind), op)
+
+
+KINDS: list[tuple[torch.dtype, Op]] = [
+    (torch.float32, "sum"),
+    (torch.float64, "mean"),
+    (torch.float32, "prod"),
+    (torch.float32, "max"),
+    (torch.complex64, "mean"),
+    (torch.float16, "mean"),
+    (torch.bfloat16, "sum"),
+    (torch.int64, "sum"),
+    (torch.uint8, "prod"),
+    (torch.bool, "bor"),
+]
+NUMBERS_OF_PARTS = ([2] * 4, [1] * 4, [8] * 4, [3] * 4, [2, 1, 2, 4], [2] * 4, [16] * 4, [1, 1, 1, 2], [32] * 4)
+"""Numbers of parts by rank. Lanes run the powers of two up to 16 that all ranks have."""
+
+
+def unlike(a: Tensor, b: Tensor) -> list[int]:
+    """Return the elements that differ in their bits, except for the payloads of NaN."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    floats = a.is_floating_point()
+    nan = a.isnan() & b.isnan() if floats else torch.zeros_like(a, dtype=torch.bool)
+    signs = a.signbit() != b.signbit() if floats else torch.zeros_like(nan)
+    return [int(i) for i in (~nan & ((a != b) | signs)).flatten().nonzero()[:5]]
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.ranks(2, 3, 4, backend="shm")
+@pytest.mark.parametrize("place", ["arena", "ordinary", "some"])
+@pytest.mark.parametrize("numel", [1, 37, 8193, 70_001])
+async def test_c15_across_in_a_lane_has_the_bits_of_a_program(
+    coll: Communicator, numel: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, size, programs = coll.rank, coll.size, []
+
+    reduce_parts = resolve_name("aiodist.communicator.plans:reduce_parts")
+
+    def counted(*given: Any) -> Any:
+        programs.append(1)
+        return reduce_parts(*given)
+
+    for module in ("plans", "reductions"):
+        monkeypatch.setattr(f"aiodist.communicator.{module}.reduce_parts", counted)
+    seed = int(await coll.broadcast(torch.randint(1 << 40, (1,))))
+    made = torch.Generator().manual_seed(seed)
+    for turn, (counts, (kind, op)) in enumerate(zip(NUMBERS_OF_PARTS * 2, KINDS * 2, strict=False)):
+        counts = counts[: size if sum(counts) * numel < 1 << 21 else 0]
+        if not counts:
+            continue
+        parts = [torch.randn(numel, generator=made, dtype=torch.float64).mul(9) for _ in range(sum(counts))]
+        for i, part in enumerate(parts if kind.is_floating_point and op != "max" else ()):
+            part[torch.randint(numel, (numel // 9,), generator=made)] = -0.0
+            part[torch.randint(numel, (1,), generator=made)] = [torch.inf, -torch.inf, torch.nan][i % 3]
+        parts = [part.to(kind) for part in parts]
+        start, stop = list(pairwise([0, *accumulate(counts)]))[rank]
+        shared = place == "arena" or (place == "some" and rank == 1)
+        make = coll.arena_empty if shared else torch.empty
+        mine = [make(numel, dtype=kind).copy_(part) for part in parts[start:stop]]
+        expected: Any = await coll.allreduce(mine, op, across=True, out=torch.empty(numel, dtype=kind), name="program")
+        case = (seed, counts, kind, op)
+        programs.clear()
+        out, given = (make(numel, dtype=kind), mine[0], mine[-1])[turn % 3], [part.clone() for part in mine]
+        got: Any = await coll.allreduce(mine, op, across=True, out=out)
+        assert got is out
+        assert unlike(out, expected) == [], case
+        assert all(part is out or unlike(part, before) == [] for part, before in zip(mine, given, strict=True)), case
+        for part, before in zip(mine, given, strict=True):
+            part.copy_(before)
+        result = await coll.reduce(mine, op, size - 1, across=True, out=out)
+        assert rank != size - 1 or (result is out and unlike(out, expected) == []), case
+        in_lanes = (
+            len(set(counts)) == 1 and counts[0] in (1, 2, 8, 16) and kind.itemsize != 2 and kind is not torch.bool
+        )
+        assert (programs == []) == in_lanes, case
+        if not kind.is_floating_point or op == "max":
+            continue
+        assert unlike(expected, in_order(parts, op)) == [], case
+
+
+@pytest.mark.ranks(2, 3, backend="shm")
+@pytest.mark.parametrize("numel", [5, 100_000])
+async def test_c15_across_in_a_lane_writes_after_the_ranks_agree(coll: Communicator, numel: int) -> None:
+    """Ranks that differ change nothing; the parts and the result are in flight from the call to the end."""
+    for make in (torch.empty, coll.arena_empty):
+        parts = [make(numel).fill_(coll.rank + i) for i in (1, 2)]
+        out = make(numel).fill_(-7)
+        with pytest.raises(MismatchError):
+            await coll.allreduce(parts, "sum" if coll.rank else "mean", across=True, out=out)
+        assert out.eq(-7).all()
+        assert [part.eq(coll.rank + i).all().item() for i, part in zip((1, 2), parts, strict=True)] == [True, True]
+        if coll.rank:
+            assert await coll.recv_object(0) == "now"
+        handle: Any = coll.allreduce(parts, across=True, out=out)
+        if coll.rank == 0:
+            for busy in (*parts, out):
+                with pytest.raises(BufferInFlight, match="allreduce"):
+                    coll.allreduce(busy)
+            parts[1].data = torch.zeros(numel)  # the operation keeps its memory
+            await asyncio.sleep(0.05)  # until the rank parks
+            assert not handle.done()
+            for other in range(1, coll.size):
+                await coll.send_object("now", other)
+        await handle
+        assert out.eq(sum(2 * rank + 3 for rank in range(coll.size))).all()
+        for free in (*parts, out):
+            await coll.allreduce(free)
 
 
 @pytest.mark.ranks(3, backend="local")

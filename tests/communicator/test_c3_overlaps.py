@@ -35,6 +35,11 @@ CALLS: dict[str, tuple[Call, tuple[Any, ...], tuple[Any, ...]]] = {
     "allreduce list": (lambda c, g: c.allreduce(g.ts, impl=g.impl), (1, 1), ()),
     "scan list": (lambda c, g: c.scan(g.ts, impl=g.impl), (1, 1), ()),
     "allreduce across": (lambda c, g: c.allreduce(g.ts, across=True, impl=g.impl), (1, 1), ()),
+    "allreduce across out": (
+        lambda c, g: c.allreduce(g.ts, across=True, out=g.outs[0], impl=g.impl),
+        (1, 1),
+        (1,),
+    ),
     "broadcast list": (lambda c, g: c.broadcast(g.ts, impl=g.impl), (1, 1), ()),
     "broadcast across": (lambda c, g: c.broadcast(g.ts, across=True, impl=g.impl), (1, 1), ()),
     "allgather": (lambda c, g: c.allgather(g.ts[0], out=g.outs[0], impl=g.impl), (1,), ("p",)),

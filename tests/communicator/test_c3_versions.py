@@ -45,6 +45,12 @@ CALLS: dict[str, Callable[[Communicator, Make, int], Call]] = {
     "allreduce direct": lambda c, m, n: Call(lambda x: c.allreduce(x[0], impl="direct"), [m(n)], []),
     "allreduce list": lambda c, m, n: Call(lambda x: c.allreduce([*x]), [m(n), m(n + 1)], []),
     "allreduce across": lambda c, m, n: Call(lambda x: c.allreduce([*x], across=True), [m(n), m(n)], []),
+    "allreduce across out": lambda c, m, n: Call(
+        lambda x: c.allreduce([*x[1:]], across=True, out=x[0]), [m(n)], [m(n), m(n)]
+    ),
+    "allreduce across out of all": lambda c, m, n: Call(
+        lambda x: c.allreduce([x[1], x[0]], across=True, out=x[0]), [m(n)], [m(n)]
+    ),
     "allreduce named": lambda c, m, n: Call(lambda x: c.allreduce(x[0], name="x"), [m(n)], []),
     "allreduce out": lambda c, m, n: Call(lambda x: c.allreduce(x[1], out=x[0]), [m(n)], [m(n)]),
     "allreduce out named": lambda c, m, n: Call(lambda x: c.allreduce(x[1], out=x[0], name="x"), [m(n)], [m(n)]),

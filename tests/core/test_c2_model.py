@@ -65,10 +65,16 @@ def test_c2_model_holds_in_every_order(
         ("lane.c", "if (portion - oldest->portion >= PLACES)", "if (portion - oldest->portion > PLACES)"),
         ("lane.c", "if (lane->unsettled) return false;", ""),
         ("lane.c", "% PLACES].portion < consumed", "% PLACES].portion <= consumed"),
+        ("lane.c", "if (lane->consumed < consumed) consumed = lane->consumed;", ""),
         ("lane.c", "if (!alike(entry, op)) other = q;", "(void)alike;"),
+        (
+            "ways.c",
+            "&& op->reduced == 0 && !reached(lane, op, false, 0, who)) return WAITS;",
+            "&& false) return WAITS;",
+        ),
         ("ways.c", "<= op->base + j) {", "< op->base + j) {"),
         ("ways.c", "memory_order_acquire) <= op->base) {", "memory_order_acquire) < op->base) {"),
-        ("ways.c", "op->filled < to_fill ? op->filled : op->rounds", "op->rounds"),
+        ("ways.c", "reached(lane, op, halves, op->taken, who)", "reached(lane, op, false, op->taken, who)"),
     ],
 )
 def test_c2_model_sees_what_is_wrong(file: str, line: str, wrong: str, kernels: Kernels, tmp_path: Path) -> None:
