@@ -14,8 +14,9 @@
 //               reader, so results that are written where the data were read cost no second transfer of the lines: 29
 //               instead of 43 us for 256 KiB on two ranks, compared with n copied and n taken by each.
 //
-// If an input has parts, a rank combines these in place of each copy, and takes its own data from its stage too. IN_PLACE
-// each rank first combines its parts in its output, after the ranks have met, and fills a portion without bytes.
+// If an input has parts, a rank combines these in place of each copy. It takes its own data from its stage too, or
+// combines its own part of an allreduce in its output. IN_PLACE each rank first combines its parts in its output, after
+// the ranks have met, and fills a portion without bytes.
 #include <string.h>
 
 #include "doorbell.h"
@@ -353,8 +354,10 @@ static void put_parts(core_lane *lane, const core_op *op, uint8_t *to, uint64_t 
     }
 }
 
-// Copies the pieces of portion `j` that other ranks take into the stage, and of parts this rank's own piece too; false if
-// there is no room.
+// Returns true if this rank's own piece of its parts is in its stage too. An allreduce combines the piece in its output.
+static bool keeps_own(const core_op *op) { return op->levels > 0 && op->kind != CORE_ALLREDUCE; }
+
+// Copies the pieces of portion `j` that ranks take from the stage; false if there is no room.
 static bool fill(core_lane *lane, core_op *op, uint64_t j) {
     uint64_t item = itemsize(op), stride = op->piece * item, first = j * op->piece;
     bool parts = has_parts(lane, op);
@@ -364,7 +367,7 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
     const uint8_t *in = op->in;
     for (unsigned q = 0; q < (parts ? lane->ranks : 1); q++) {
         uint64_t begin = 0, n = brought(op, lane->rank);
-        if (parts && q == lane->rank && op->levels == 0) continue;
+        if (parts && q == lane->rank && !keeps_own(op)) continue;
         if (in_halves(lane, op)) {
             begin = cut(lane, op->count, q);
             n = cut(lane, op->count, q + 1) - begin;
@@ -399,7 +402,10 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
         uint8_t *mine = (uint8_t *)op->out + (begin + first) * item;
         for (unsigned q = 0; q < lane->ranks; q++) {
             const uint8_t *at = (const uint8_t *)op->in + (begin + first) * item;
-            if (q != me || op->levels > 0) {
+            if (q == me && op->levels > 0 && op->kind == CORE_ALLREDUCE) {
+                combine(op, mine, begin + first, last - first);
+                at = mine;
+            } else if (q != me || keeps_own(op)) {
                 *who = q;
                 enum found found = lent(lane, op, q, j, me * op->piece * item, (last - first) * item, &at);
                 if (found != FOUND) return lack(found);
