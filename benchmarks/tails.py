@@ -136,6 +136,10 @@ def _rows() -> tuple[Tail, ...]:
         )
         for size in ("256 KiB", "1 MiB", "4 MiB", "16 MiB")
     )
+    copies = tuple(
+        Tail("ordinary", f"copy of {size} into new memory, us", f"allreduce {size} copy")
+        for size in ("256 KiB", "1 MiB", "4 MiB", "16 MiB")
+    )
     many = tuple(
         Tail(
             command,
@@ -179,7 +183,7 @@ def _rows() -> tuple[Tail, ...]:
             ("checkpoint async_save:call",),
         ),
     )
-    return (*awaits, *ordinary, *many, *served, *steps, *saved)
+    return (*awaits, *ordinary, *copies, *many, *served, *steps, *saved)
 
 
 ROWS = _rows()

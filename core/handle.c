@@ -143,10 +143,12 @@ static double look_until(const Pacer *pacer, double now) {
 
 // Returns how long an await polls, in nanoseconds: about as long as a wake-up takes, which costs at most twice the
 // optimum (Karlin et al. 1991, doi:10.1145/121132.286599). Wake-ups are slow while other processes use the cores, so
-// the limit is FAIR.
+// the limit is FAIR. Ranks that outnumber the cores poll until then, since each poll lets another rank run; an engine
+// that wakes takes a core from the ranks, which then are late for the next operation too.
 static uint64_t looks_for(const Pacer *pacer, const core_engine *engine) {
-    uint64_t least = (uint64_t)(pacer->spin_seconds * 1e9), most = (uint64_t)(FAIR * 1e9), wakes_in = core_engine_wakes_in(engine);
-    bool alone = !pacer->crowded && least > 0 && (pacer->computing == NULL || PySet_Size(pacer->computing) == 0);
+    uint64_t least = (uint64_t)(pacer->spin_seconds * 1e9), most = (uint64_t)(FAIR * 1e9);
+    uint64_t wakes_in = pacer->crowded ? most : core_engine_wakes_in(engine);
+    bool alone = least > 0 && (pacer->computing == NULL || PySet_Size(pacer->computing) == 0);
     return !alone || wakes_in < least ? least : wakes_in < most ? wakes_in : most;
 }
 
