@@ -195,7 +195,11 @@ static void ended(void *context, core_op *op) {
     Completions *self = context;
     if (op == NULL) atomic_store(&self->wants, true);
     else push(op->direct ? &self->settled : &self->ended, op);
+    // A program must continue, by the progress thread if the loop is busy.
+    bool notices = (op == NULL || !op->direct) && atomic_load(&self->thread->loop_waits) && atomic_exchange(&self->thread->loop_waits, false);
+    if (notices) atomic_store(&self->notified, true);
     wake(self);
+    if (notices) core_doorbell_loop_woken(self->thread);
 }
 
 void settle_all(Completions *self) {
@@ -215,9 +219,16 @@ void drive_end(Completions *self) {
 }
 
 static PyObject *completions_new(PyTypeObject *type, PyObject *args, PyObject *named) {
-    (void)args, (void)named;
-    Completions *self = (Completions *)PyType_GenericAlloc(type, 0);
+    (void)named;
+    PyObject *doorbell;
+    if (!PyArg_ParseTuple(args, "O", &doorbell)) return NULL;
+    core_doorbell *thread = doorbell_of(doorbell);
+    Completions *self = thread == NULL ? NULL : (Completions *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
+    Py_INCREF(doorbell);
+    self->doorbell = doorbell;
+    self->thread = thread;
+    self->event = -1;
     atomic_store(&self->sleeps, true);
     if ((self->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) >= 0) return (PyObject *)self;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -228,6 +239,7 @@ static PyObject *completions_new(PyTypeObject *type, PyObject *args, PyObject *n
 static void completions_dealloc(Completions *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->event >= 0) close(self->event);
+    Py_XDECREF(self->doorbell);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -334,7 +346,8 @@ static PyObject *completions_woken(Completions *self, PyObject *none) {
         wait_for_word(lane);
     }
     drive_end(self);  // later ends wake the loop again
-    return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants) || value >= MESSAGE_CAME);
+    bool notified = atomic_exchange(&self->notified, false);
+    return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants) || notified || value >= MESSAGE_CAME);
 }
 
 static PyObject *completions_heavy(Completions *self, void *closure) {
@@ -370,7 +383,8 @@ static PyGetSetDef completions_getset[] = {
     {0},
 };
 static PyType_Slot completions_slots[] = {
-    {Py_tp_doc, "Ended operations of the lanes of one loop; for one thread at a time."},
+    {Py_tp_doc, "Completions(doorbell): ended operations of the lanes of one loop, whose progress thread sleeps at `doorbell`; for one "
+                "thread at a time."},
     {Py_tp_new, completions_new},
     {Py_tp_dealloc, completions_dealloc},
     {Py_tp_methods, completions_methods},

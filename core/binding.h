@@ -44,7 +44,10 @@ typedef struct {
     // that thread checks afterwards, and after a wake-up that the loop has not handled yet.
     _Atomic bool sleeps;
     _Atomic bool wants;          // a lane waits for a segment
+    _Atomic bool notified;       // the progress thread waits for no loop, until the loop has polled
     int event;
+    core_doorbell *thread;       // of the loop's progress thread, in memory that `doorbell` keeps
+    PyObject *doorbell;
     Py_ssize_t pending;          // operations whose `done` was not called yet
     int telling;                 // nested calls of `tell_all`
     Lane *lanes;                 // the first of a list
@@ -179,6 +182,9 @@ const dl_exchange *exchange_of(PyObject *tensor);
 
 // Returns true if the storage of `tensor` ends after the last element. A program may have shrunk the storage.
 bool has_memory(PyObject *tensor, uint64_t start, uint64_t nbytes);
+
+// Returns the doorbell of a `Doorbell`, or NULL with an exception set.
+core_doorbell *doorbell_of(PyObject *doorbell);
 
 int doorbells_add(PyObject *module);
 int form_add(PyObject *module);

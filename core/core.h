@@ -120,7 +120,7 @@ typedef struct core_doorbell {
     _Atomic int core;                     // 1 + the core on which its engine is busy, or 0; written only by its process
     // True if the loop of this process waits for other ranks. The first rank that then writes to its block, or sends a
     // message, also writes the loop's event, which is faster than a wake-up of another thread first. The engine is rung
-    // too, since the loop may be busy. A progress thread is not: it looks every millisecond, and needs the loop's GIL.
+    // too, since the loop may be busy. A progress thread needs the loop's GIL, so it waits a millisecond for the loop first.
     _Alignas(64) _Atomic bool loop_waits;
 } core_doorbell;
 enum core_sleep {
@@ -128,6 +128,7 @@ enum core_sleep {
     CORE_DOZES,    // for at most a millisecond: other threads drive the operations in flight
     CORE_LISTENS,  // until another rank has written to its block
     CORE_SLEEPS,   // no operation is in flight
+    CORE_RESTS,    // until the loop is woken, or another thread rings; see core_doorbell_rest
 };
 void core_doorbell_ring(core_doorbell *);
 

@@ -27,6 +27,20 @@ void core_doorbell_wait(core_doorbell *doorbell, uint32_t heard, uint64_t nanose
     wait(&doorbell->count, FUTEX_WAIT, heard, nanoseconds);
 }
 
+// One of the two threads sees the store of the other: this one stores `sleep` and reads `loop_waits`, and the waker of
+// the loop stores `loop_waits` and reads `sleep`, all with seq_cst.
+void core_doorbell_rest(core_doorbell *doorbell, uint32_t heard, uint64_t longest, uint64_t nanoseconds) {
+    atomic_store(&doorbell->sleep, CORE_RESTS);
+    if (atomic_load(&doorbell->loop_waits)) core_doorbell_wait(doorbell, heard, longest);
+    atomic_store(&doorbell->sleep, CORE_LISTENS);
+    uint32_t count = atomic_load(&doorbell->count);
+    if (!atomic_load(&doorbell->loop_waits)) core_doorbell_wait(doorbell, count, nanoseconds);
+}
+
+void core_doorbell_loop_woken(core_doorbell *doorbell) {
+    if (atomic_load(&doorbell->sleep) == CORE_RESTS) core_doorbell_ring(doorbell);
+}
+
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds) {
     wait(word, FUTEX_WAIT_PRIVATE, value, nanoseconds);
 }

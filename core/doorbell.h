@@ -15,6 +15,13 @@ void core_word_wake(_Atomic uint32_t *word);
 // Sleeps until a ring of `doorbell` after its count was `heard`, for at most `nanoseconds`; 0 is no limit.
 void core_doorbell_wait(core_doorbell *doorbell, uint32_t heard, uint64_t nanoseconds);
 
+// Lets a progress thread whose loop waits sleep until a ring after the count was `heard`, for at most `longest`
+// nanoseconds, or until `nanoseconds` after the loop was woken, since the loop may be busy.
+void core_doorbell_rest(core_doorbell *doorbell, uint32_t heard, uint64_t longest, uint64_t nanoseconds);
+
+// Notifies a thread that rests, after `loop_waits` has become false.
+void core_doorbell_loop_woken(core_doorbell *doorbell);
+
 // Makes an eventfd readable; -1 is none.
 void core_event_write(int event);
 

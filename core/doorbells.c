@@ -11,6 +11,8 @@ typedef struct {
     uint32_t heard;
 } Doorbell;
 
+static PyTypeObject *doorbell_type;
+
 static PyObject *doorbell_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
     PyObject *memory = NULL;
@@ -51,9 +53,13 @@ static PyObject *doorbell_call(Doorbell *self, PyObject *args) {
     int event = -1;
     if (!PyArg_ParseTuple(args, "|i", &event)) return NULL;
     atomic_thread_fence(memory_order_seq_cst);  // an owner that is about to sleep sees the earlier writes of this rank
-    if (event >= 0 && atomic_load(&self->doorbell->loop_waits) && atomic_exchange(&self->doorbell->loop_waits, false))
+    uint32_t sleep = atomic_load(&self->doorbell->sleep);
+    if (event >= 0 && atomic_load(&self->doorbell->loop_waits) && atomic_exchange(&self->doorbell->loop_waits, false)) {
         (void)eventfd_write(event, MESSAGE_CAME);  // if it fails, the owner's thread looks within a millisecond
-    else if (atomic_load(&self->doorbell->sleep) == CORE_LISTENS) core_doorbell_ring(self->doorbell);
+        core_doorbell_loop_woken(self->doorbell);
+    } else if (sleep == CORE_LISTENS || sleep == CORE_RESTS) {
+        core_doorbell_ring(self->doorbell);
+    }
     Py_RETURN_NONE;
 }
 
@@ -62,14 +68,16 @@ static PyObject *doorbell_set_loop_waits(Doorbell *self, PyObject *waits) {
     if (value < 0) return NULL;
     atomic_store(&self->doorbell->loop_waits, value != 0);
     atomic_thread_fence(memory_order_seq_cst);  // pairs with the fence of a `call`: the owner looks for messages next
+    if (!value) core_doorbell_loop_woken(self->doorbell);
     Py_RETURN_NONE;
 }
 
 static PyObject *doorbell_wait(Doorbell *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"seconds", "for_all", "times", NULL};
+    static char *names[] = {"seconds", "for_all", "times", "rest", NULL};
     PyObject *limit;
     int for_all = 1, times = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O|pi", names, &limit, &for_all, &times)) return NULL;
+    double rest = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O|pid", names, &limit, &for_all, &times, &rest)) return NULL;
     double seconds = limit == Py_None ? 0 : PyFloat_AsDouble(limit);
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     uint64_t nanoseconds = limit == Py_None ? 0 : seconds > 0 ? (uint64_t)(seconds * 1e9) + 1 : 1;
@@ -78,6 +86,8 @@ static PyObject *doorbell_wait(Doorbell *self, PyObject *args, PyObject *named) 
         Py_BEGIN_ALLOW_THREADS;
         do core_doorbell_wait(self->doorbell, self->heard, nanoseconds);
         while (--times > 0 && atomic_load(&self->doorbell->count) == self->heard && atomic_load(&self->doorbell->loop_waits));
+        if (rest > 0 && atomic_load(&self->doorbell->count) == self->heard)
+            core_doorbell_rest(self->doorbell, self->heard, (uint64_t)(rest * 1e9), nanoseconds);
         Py_END_ALLOW_THREADS;
     }
     atomic_store(&self->doorbell->sleep, CORE_AWAKE);
@@ -93,8 +103,9 @@ static PyMethodDef doorbell_methods[] = {
     {"set_loop_waits", (PyCFunction)doorbell_set_loop_waits, METH_O,
      "set_loop_waits(waits): let the next `call` write the event of the owner's loop, or not."},
     {"wait", (PyCFunction)(void (*)(void))doorbell_wait, METH_VARARGS | METH_KEYWORDS,
-     "wait(seconds, for_all=True, times=1): return after a ring, or after `seconds`; None is no limit.\n\n"
-     "True for `for_all` lets other processes ring too. Without a ring, wait up to `times` times while the loop waits."},
+     "wait(seconds, for_all=True, times=1, rest=0.0): return after a ring, or after `seconds`; None is no limit.\n\n"
+     "True for `for_all` lets other processes ring too. Without a ring, wait up to `times` times while the loop waits, and "
+     "then for `rest` seconds, or until `seconds` after the loop was woken."},
     {0},
 };
 static PyType_Slot doorbell_slots[] = {
@@ -105,4 +116,10 @@ static PyType_Slot doorbell_slots[] = {
 };
 static PyType_Spec doorbell_spec = {"aiodist._core.Doorbell", sizeof(Doorbell), 0, Py_TPFLAGS_DEFAULT, doorbell_slots};
 
-int doorbells_add(PyObject *module) { return add_type(module, &doorbell_spec) == NULL ? -1 : 0; }
+core_doorbell *doorbell_of(PyObject *doorbell) {
+    if (PyObject_TypeCheck(doorbell, doorbell_type)) return ((Doorbell *)doorbell)->doorbell;
+    PyErr_SetString(PyExc_TypeError, "expected a Doorbell");
+    return NULL;
+}
+
+int doorbells_add(PyObject *module) { return (doorbell_type = add_type(module, &doorbell_spec)) == NULL ? -1 : 0; }

@@ -61,12 +61,13 @@ class Alarm:
         self.asleep = False
         self._doorbell.ring()
 
-    def sleep(self, seconds: float | None, *, for_all: bool, times: int = 1) -> None:
-        """Sleep until a ring, or for `seconds`, up to `times` times while a loop waits for a message and none comes.
+    def sleep(self, seconds: float | None, *, for_all: bool, times: int = 1, rest: float = 0.0) -> None:
+        """Sleep until a ring, or for `seconds`, up to `times` times while a loop sleeps and nothing wakes it.
 
-        True for `for_all` lets other processes wake the thread too.
+        True for `for_all` lets other processes wake the thread too. The thread then sleeps `rest` seconds more while
+        the loop sleeps, or until `seconds` after the loop was woken.
         """
-        self._doorbell.wait(seconds, for_all, times)
+        self._doorbell.wait(seconds, for_all, times, rest)
 
     def loop_polls(self) -> None:
         """Let messages wake the thread again, and not a loop, since the loop polls (loop's thread)."""

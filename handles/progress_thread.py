@@ -12,7 +12,8 @@ from aiodist.handles.polling import LoopPace, LoopWork, alarm, transport_lock
 from aiodist.threads import OwnThread
 
 _TICK_SECONDS = 1e-3  # period in which the thread checks that the loops still poll
-_PARKED_TICKS = 20  # most ticks without a look while all loops sleep, and no message comes
+_PARKED_TICKS = 20  # most ticks without a look while all loops sleep, and nothing wakes them
+_REST_SECONDS = 0.1  # longest time without a look after these ticks, see `core_doorbell_rest`
 _LINGER_SECONDS = 0.2  # time without work before the thread sleeps (a wake-up costs 20 us)
 _COMPUTING_LINGER_SECONDS = 2e-3  # the same while a stream computes
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
@@ -31,9 +32,9 @@ class ProgressThread:
         self._ending = False
         self._seen: dict[int, int] = {}
         """`LoopWork.polls` of each loop at the last look, by id."""
-        self._ticks = 1
-        """Number of pauses, one after the other, while the loop waits for a message and none has come."""
-        self._idle_since = self._busy_since = perf_counter()
+        self._ticks, self._rest_seconds = 1, 0.0
+        """Pauses, one after the other, and seconds of rest after them, while the loop sleeps and nothing wakes it."""
+        self._idle_since = self._busy_since = self._parked_since = perf_counter()
 
     def wake(self, work: LoopWork) -> None:
         """Wake the thread, to poll for a loop that will not poll (any thread)."""
@@ -90,8 +91,9 @@ class ProgressThread:
 
     def look(self) -> tuple[float | None, bool]:
         """Poll for the loops that do not poll themselves, and return the arguments of `pause`."""
-        began, self._ticks = perf_counter(), 1
+        began, self._ticks, self._rest_seconds = perf_counter(), 1, 0.0
         pending = [work for work in self._alive() if work.pending()]
+        polled = any(self._seen.get(id(work)) != work.polls for work in pending)
         due = [work for work in pending if self._is_due(work)]
         driven = [work.drive() for work in due]
         completed = any(driven)
@@ -102,6 +104,8 @@ class ProgressThread:
             self._idle_since = now
         if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
             self._busy_since = now
+        if polled:
+            self._parked_since = now
         left_to_us = any(work.pace is LoopPace.PARKED or work.large for work in due)
         if completed and left_to_us:
             return 0.0, True  # more may have ended
@@ -115,7 +119,10 @@ class ProgressThread:
             return None, False
         rung = all(work.rings() and not work.threads_waiting for work in pending)
         if pending and rung and all(work.pace is LoopPace.PARKED for work in pending):
-            self._ticks = _PARKED_TICKS
+            if now - self._parked_since < _PARKED_TICKS * _TICK_SECONDS:
+                self._ticks = _PARKED_TICKS
+            else:
+                self._rest_seconds = _REST_SECONDS
         return min(max(vain / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS, left_to_us
 
     def _is_due(self, work: LoopWork) -> bool:
@@ -136,7 +143,7 @@ class ProgressThread:
                 alarm.sleep(None, for_all=False)
             alarm.asleep = False
         elif seconds:
-            alarm.sleep(seconds, for_all=left_to_us, times=self._ticks)
+            alarm.sleep(seconds, for_all=left_to_us, times=self._ticks, rest=self._rest_seconds)
 
     def _nothing_pending(self) -> bool:
         """Return True if nothing is pending, also between the steps of an operation ([Note: no wake-up is lost])."""

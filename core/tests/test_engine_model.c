@@ -293,6 +293,7 @@ typedef struct {
 } side;
 
 static side sides[RANKS];
+static core_doorbell resting;  // of a progress thread whose loop waits
 static _Atomic unsigned finished;
 
 static void ended(void *context, core_op *op) {
@@ -387,13 +388,24 @@ static void play(side *me) {
             }
             await(issue(me, 0, CORE_BARRIER), CORE_DONE);
             break;
+        case 8:  // a progress thread rests without a limit, and the other rank wakes its loop, which is busy
+        case 9:  // another thread of its process rings
+            if (rank == 0) {
+                core_doorbell_rest(&resting, 0, 0, 1);
+            } else if (scenario == 8) {
+                if (atomic_exchange(&resting.loop_waits, false)) core_doorbell_loop_woken(&resting);
+            } else {
+                atomic_fetch_add(&resting.count, 1);
+                if (atomic_load(&resting.sleep) != CORE_AWAKE) core_doorbell_ring(&resting);
+            }
+            break;
         default: exit(2);
     }
 }
 
 static void *be_rank(void *context) {
     side *me = context;
-    unsigned lanes = scenario == 4 || scenario >= 6 ? 2 : 1;
+    unsigned lanes = scenario == 4 || scenario == 6 || scenario == 7 ? 2 : 1;
     me->engine = core_engine_start(&me->doorbell, 0);
     for (unsigned i = 0; i < lanes; i++) core_engine_add(me->engine, me->lanes[i]);
     play(me);
@@ -409,6 +421,8 @@ static void *be_rank(void *context) {
 static void execute(void) {
     memset(&world, 0, sizeof world);
     memset(sides, 0, sizeof sides);
+    memset(&resting, 0, sizeof resting);
+    resting.loop_waits = true;
     world.now = 1000000000;
     finished = 0;
     removed[0] = removed[1] = NULL;

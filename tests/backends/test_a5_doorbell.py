@@ -108,6 +108,28 @@ def test_a5_a_loop_that_waits_is_woken_once_in_place_of_the_thread(page: mmap.mm
         os.close(event)
 
 
+def test_a5_a_thread_rests_until_its_loop_was_woken_or_a_ring(page: mmap.mmap) -> None:
+    mine, other, event = doorbell_in(page), doorbell_in(page), os.eventfd(0, os.EFD_NONBLOCK)
+    rests = 4  # CORE_RESTS
+
+    def wake() -> None:
+        other.call(event)
+        assert os.eventfd_read(event) > 1
+
+    try:
+        for wakes in (wake, mine.ring, lambda: mine.set_loop_waits(False), other.call):
+            mine.set_loop_waits(True)
+            thread = threading.Thread(target=mine.wait, args=(1e-3, True, 1, 100.0), daemon=True)
+            thread.start()
+            assert blocked_until(lambda: word_in(page, SLEEP_AT)[0] == rests, 10), "it does not rest"
+            wakes()
+            thread.join(10)
+            assert not thread.is_alive(), "it was not woken"
+            assert word_in(page, SLEEP_AT)[0] == 0
+    finally:
+        os.close(event)
+
+
 def test_a5_a_doorbell_of_one_process_needs_no_memory() -> None:
     doorbell = _core.Doorbell()
     doorbell.ring()

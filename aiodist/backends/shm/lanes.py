@@ -52,7 +52,7 @@ class Lanes:
     def __init__(self, progress: Progress, near: Neighbourhood) -> None:
         self.progress = progress
         self.near = near
-        self.completions = _core.Completions()
+        self.completions = _core.Completions(near.doorbell)
         self._unmet: list[ShmLane] = []
         progress.add_poller(self)
         progress.driven.append(self)

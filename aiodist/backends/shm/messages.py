@@ -255,10 +255,10 @@ class Messages:
 
     def sleep(self) -> bool:
         """Let the next message wake the loop, and not the progress thread. Return False if one has come already."""
-        if not len(self) or self._copies or not all(peer.idle for peer in self._polled):
-            return True  # no poll would read the message, or more than messages would advance
+        if self._copies or not all(peer.idle for peer in self._polled):
+            return True  # more than messages would advance
         self.near.doorbell.set_loop_waits(True)
-        return not arrived(self._rings, 0.0)
+        return not len(self) or not arrived(self._rings, 0.0)  # without a request, no poll would read the message
 
     def _look(self) -> bool:
         """Send waiting data over the sockets and check for lost ranks. Return True if a rank is newly lost."""
