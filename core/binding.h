@@ -183,6 +183,9 @@ const dl_exchange *exchange_of(PyObject *tensor);
 // Returns true if the storage of `tensor` ends after the last element. A program may have shrunk the storage.
 bool has_memory(PyObject *tensor, uint64_t start, uint64_t nbytes);
 
+// Returns true if torch negates the values of `tensor` when it reads them.
+bool is_negated(PyObject *tensor);
+
 // Returns the doorbell of a `Doorbell`, or NULL with an exception set.
 core_doorbell *doorbell_of(PyObject *doorbell);
 

@@ -20,9 +20,12 @@ static PyObject *s_is_neg, *s_is_conj;
 // Returns true unless the method of `tensor` returns False: torch would change the values when it reads them.
 static bool is_lazy(PyObject *tensor, PyObject *method) {
     PyObject *found = PyObject_CallMethodObjArgs(tensor, method, NULL);
+    if (found == NULL) PyErr_Clear();
     Py_XDECREF(found);
     return found != Py_False;
 }
+
+bool is_negated(PyObject *tensor) { return is_lazy(tensor, s_is_neg); }
 
 // Fills `t`, and returns true for a dense tensor in host memory.
 static bool described(const Form *self, PyObject *tensor, dl_tensor *t) {
@@ -66,7 +69,7 @@ static PyObject *form_bytes(Form *self, PyObject *tensor) {
         Py_RETURN_NONE;
     const char *start = (const char *)t.data + t.byte_offset;
     bool whole = self->nbytes == 0 || (t.data != NULL && has_memory(tensor, (uintptr_t)start, self->nbytes));
-    if (!whole || is_lazy(tensor, s_is_neg) || (t.dtype_code == DL_COMPLEX && is_lazy(tensor, s_is_conj))) {
+    if (!whole || is_negated(tensor) || (t.dtype_code == DL_COMPLEX && is_lazy(tensor, s_is_conj))) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }

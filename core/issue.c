@@ -203,6 +203,9 @@ static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
     if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
     int64_t numel = self->exchange->describe(tensor, t) == 0 ? dl_dense_numel(t) : -1;
     uint64_t nbytes = numel < 0 ? 0 : (uint64_t)numel * t->dtype_bits / 8;
+    // The imaginary part of a complex number, which torch may negate. A view with dimensions has an odd stride instead.
+    bool imaginary = t->ndim == 0 && numel == 1 && nbytes > 0 && address_of(t) / nbytes % 2 == 1;
+    if (imaginary && is_negated(tensor)) return false;
     if (numel == 0 || (numel > 0 && t->data != NULL && (nbytes <= WHOLE_BYTES || has_memory(tensor, address_of(t), nbytes)))) return true;
     PyErr_Clear();  // the general path reports the error
     return false;

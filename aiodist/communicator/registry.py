@@ -102,7 +102,8 @@ class Registry(Generic[C]):
         self.members: OpenCommunicators[C] = OpenCommunicators(self.resources)
         self._edits: dict[str, list[Edit]] = {}
         self._edits_before: dict[str, int] = {}
-        self._timeout = timeout
+        self.timeout = timeout
+        """Default deadline of the operations of new communicators, in seconds, or None."""
         self.strict = False
         """True makes a change of a tensor in flight an error, see `init`."""
         self._drain_seconds = drain_seconds
@@ -150,7 +151,7 @@ class Registry(Generic[C]):
         dispatcher = Dispatcher(
             name, transport, self._channel, ranks, repertoire=repertoire, agree=agree, thread=thread
         )
-        dispatcher.timeout = self._timeout
+        dispatcher.timeout = self.timeout
         dispatcher.account.strict = self.strict
         if resources.accelerator is not None:
             dispatcher.lifetime.on_abort.append(partial(resources.accelerator.abort, name))

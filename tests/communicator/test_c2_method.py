@@ -14,6 +14,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 
 TWO = pytest.mark.ranks(2, backend=("local", "shm"))
 
@@ -104,7 +105,7 @@ async def test_c2_the_default_timeout_holds_where_the_core_issues(coll: Communic
     t = torch.ones(1)
     for _ in range(2):
         await coll.allreduce(t)
-    coll._registry._timeout = 1.0
+    parts_of(coll).registry.timeout = 1.0
     late = await coll.dup()
     for _ in range(2):
         await late.allreduce(t)

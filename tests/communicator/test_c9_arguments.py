@@ -233,6 +233,29 @@ async def test_c9_later_calls_of_a_signature_are_checked_as_the_first(coll: Comm
     assert first.tolist() == [1 + 2 * i for i in range(6)]
 
 
+@pytest.mark.ranks(2, backend=("local", "shm", "gloo", "mpi"))
+async def test_c9_a_negated_number_is_refused_after_plain_ones(coll: Communicator) -> None:
+    def imaginary() -> torch.Tensor:
+        return torch.tensor([complex(0, coll.rank + 2)])
+
+    assert imaginary().conj()[0].imag.is_neg()
+    calls: list[Any] = [
+        partial(coll.allreduce, op="max"),
+        partial(coll.allreduce, op="prod"),
+        coll.reduce,
+        coll.scan,
+        coll.broadcast,
+        coll.allgather,
+    ]
+    for call in calls:
+        for _ in range(3):
+            await call(torch.ones(()))
+        with pytest.raises(ValueError, match="a view that torch negates"):
+            call(imaginary().conj()[0].imag)
+        await call(imaginary()[0].imag)
+    assert (await coll.allreduce(imaginary()[0].imag, "max")).item() == 3
+
+
 @pytest.mark.ranks(2)
 async def test_c1_alltoall_single_in_place_by_bruck_and_where_ranks_differ(coll: Communicator) -> None:
     t = torch.arange(6.0) + 10 * coll.rank
