@@ -203,7 +203,7 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     if (s->unlike == (int)me) {
         if (s->kind == CORE_ALLGATHER && s->seed % 2) f->op.like = 1;
         else if (s->levels > 0 && s->seed % 2) f->op.levels--;
-        else f->op.kind = CORE_BARRIER;
+        else f->op.kind = CORE_BARRIER, f->op.levels = 0;
     }
     if (!core_op_valid(&f->op, ranks)) abort();
 }
