@@ -203,8 +203,8 @@ static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
     if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
     int64_t numel = self->exchange->describe(tensor, t) == 0 ? dl_dense_numel(t) : -1;
     uint64_t nbytes = numel < 0 ? 0 : (uint64_t)numel * t->dtype_bits / 8;
-    // The imaginary part of a complex number, which torch may negate. A view with dimensions has an odd stride instead.
-    bool imaginary = t->ndim == 0 && numel == 1 && nbytes > 0 && address_of(t) / nbytes % 2 == 1;
+    // The imaginary part of a complex number, which torch may negate. Longer views of such parts have a stride of two.
+    bool imaginary = numel == 1 && nbytes > 0 && address_of(t) / nbytes % 2 == 1;
     if (imaginary && is_negated(tensor)) return false;
     if (numel == 0 || (numel > 0 && t->data != NULL && (nbytes <= WHOLE_BYTES || has_memory(tensor, address_of(t), nbytes)))) return true;
     PyErr_Clear();  // the general path reports the error
@@ -657,6 +657,8 @@ static PyObject *issue(Issuer *self, call *what, bool on_loop) {
     if (self->log->timed) log_came(self->log, core_lane_busy(lane->lane) && !heavy ? core_lane_driven_at(lane->lane) : core_now());
     drive_end(completions);
     if (h->status == status_pending) {
+        // Another thread may have ended the operation, and not yet passed it on: later events find the handle by its number.
+        if (h->issuer != NULL && !h->listed && !list(self, h)) report_later((PyObject *)h);
         keep_memory(h);
         count_write(self, written_by(h));
         if (h->issuer != NULL) watch(self, h, what);  // else a program has taken over

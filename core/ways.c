@@ -400,10 +400,10 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
     uint64_t last = least(first + op->piece, n);
     if (last > first) {
         uint8_t *mine = (uint8_t *)op->out + (begin + first) * item;
+        bool combines = op->levels > 0 && op->kind == CORE_ALLREDUCE;
         for (unsigned q = 0; q < lane->ranks; q++) {
             const uint8_t *at = (const uint8_t *)op->in + (begin + first) * item;
-            if (q == me && op->levels > 0 && op->kind == CORE_ALLREDUCE) {
-                combine(op, mine, begin + first, last - first);
+            if (q == me && combines) {
                 at = mine;
             } else if (q != me || keeps_own(op)) {
                 *who = q;
@@ -412,6 +412,7 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
             }
             lane->sources[q] = at;
         }
+        if (combines) combine(op, mine, begin + first, last - first);  // once: a step that lacks data is repeated
         unsigned targets = 0;
         for (unsigned q = 0; q < lane->ranks; q++)
             if (op->kind == CORE_ALLREDUCE || q == op->root)

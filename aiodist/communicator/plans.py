@@ -196,6 +196,8 @@ class Plans:
         try:
             plan = self._plans[call]
         except KeyError:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             plan = self._plans[call] = self._plan_across(signature, t, len(parts))
         except TypeError:  # as in `issue`
             return None

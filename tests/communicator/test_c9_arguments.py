@@ -234,7 +234,8 @@ async def test_c9_later_calls_of_a_signature_are_checked_as_the_first(coll: Comm
 
 
 @pytest.mark.ranks(2, backend=("local", "shm", "gloo", "mpi"))
-async def test_c9_a_negated_number_is_refused_after_plain_ones(coll: Communicator) -> None:
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=len)
+async def test_c9_a_negated_number_is_refused_after_plain_ones(coll: Communicator, shape: tuple[int, ...]) -> None:
     def imaginary() -> torch.Tensor:
         return torch.tensor([complex(0, coll.rank + 2)])
 
@@ -249,11 +250,11 @@ async def test_c9_a_negated_number_is_refused_after_plain_ones(coll: Communicato
     ]
     for call in calls:
         for _ in range(3):
-            await call(torch.ones(()))
+            await call(torch.ones(shape))
         with pytest.raises(ValueError, match="a view that torch negates"):
-            call(imaginary().conj()[0].imag)
-        await call(imaginary()[0].imag)
-    assert (await coll.allreduce(imaginary()[0].imag, "max")).item() == 3
+            call(imaginary().conj()[0].imag.view(shape))
+        await call(imaginary()[0].imag.view(shape))
+    assert (await coll.allreduce(imaginary()[0].imag.view(shape), "max")).item() == 3
 
 
 @pytest.mark.ranks(2)

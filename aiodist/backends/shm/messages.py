@@ -32,7 +32,7 @@ Ts = TypeVarTuple("Ts")
 PASS_BYTES = 1 << 20  # bytes that one poll copies, approximately
 
 _LOOK_PASSES = 64  # idle polls between two checks of the sockets
-_PARKED_PASSES = 16  # idle polls for which one counts while the loop sleeps, since the pauses are long
+_PARKED_PASSES = _LOOK_PASSES  # idle polls for which one counts while the loop sleeps, since the pauses are long
 _BUSY_PASSES = 1024  # most polls between two checks of the sockets
 _GONE_SECONDS = 0.02  # between two checks for lost ranks
 
@@ -226,7 +226,7 @@ class Messages:
     @property
     def rings(self) -> bool:
         """True if the last poll has left no work, so that only other ranks can cause new work."""
-        return not self._copies and self.budget > 0
+        return not self._copies and self.budget > 0 and all(peer.idle for peer in self._polled)
 
     def poll(self, until: float = 0.0) -> bool:
         """Advance all messages. Return True if one advanced."""
