@@ -45,7 +45,8 @@ async def test_a5_a_message_for_a_loop_that_parked_and_is_busy_is_read(coll: Com
         else:
             t = torch.full((5,), -1.0)
             received = coll.recv(t, 1 - coll.rank, 3)
-            await until(lambda: Progress.current().pace.name == "PARKED")
+            # On a busy machine the message may come before the loop parks.
+            await until(lambda: Progress.current().pace.name == "PARKED" or received.done())  # noqa: B023
             assert blocked_until(lambda: t[0] == turn, 10)  # noqa: B023  - called at once
             await received
 
