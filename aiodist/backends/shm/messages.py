@@ -32,7 +32,6 @@ Ts = TypeVarTuple("Ts")
 PASS_BYTES = 1 << 20  # bytes that one poll copies, approximately
 
 _LOOK_PASSES = 64  # idle polls between two checks of the sockets
-_PARKED_PASSES = _LOOK_PASSES  # idle polls for which one counts while the loop sleeps, since the pauses are long
 _BUSY_PASSES = 1024  # most polls between two checks of the sockets
 _GONE_SECONDS = 0.02  # between two checks for lost ranks
 
@@ -243,7 +242,8 @@ class Messages:
             if self._copies:
                 self._work()
                 moved = True
-            self._passes += _PARKED_PASSES if self.progress.pace is LoopPace.PARKED else 1
+            # While the loop sleeps, the pauses between polls are long.
+            self._passes += _LOOK_PASSES if self.progress.pace is LoopPace.PARKED else 1
             if self._passes >= (_BUSY_PASSES if moved else _LOOK_PASSES) and self._look():
                 return True
             if moved:
